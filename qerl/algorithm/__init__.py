@@ -1,0 +1,1 @@
+"""Credit, objective and packing: pure functions."""

@@ -1,0 +1,1 @@
+"""Prompts: where problems come from and how they become tokens."""

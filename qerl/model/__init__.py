@@ -1,0 +1,1 @@
+"""One decoder, for learning and for sampling."""

@@ -1,0 +1,1 @@
+"""Adaptive quantisation noise (AQN) on the sampler's norms."""

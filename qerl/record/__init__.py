@@ -1,0 +1,1 @@
+"""Measurements and what becomes of them: logs, records, tables, figures."""

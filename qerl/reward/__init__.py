@@ -1,0 +1,1 @@
+"""Verdicts and rewards; text is untrusted here."""

@@ -1,0 +1,1 @@
+"""The learning loop: a Lightning module, checkpoints, resume."""
