@@ -1,4 +1,4 @@
-"""Shared fixtures: shape checks on, a fixed seed, and a skip for tests whose device is missing."""
+"""Shared fixtures: shape checks on, a fixed seed, composed configurations, skips without a GPU."""
 
 from jaxtyping import install_import_hook
 
@@ -8,10 +8,19 @@ install_import_hook(
 )
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+ROOT = Path(__file__).parent.parent
+
+Compose = Callable[..., DictConfig]
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +35,27 @@ def data_dir() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("QERL_DATA_DIR names no folder with the data sets (gsm8k/, math/, ...)")
     return Path(folder)
+
+
+@pytest.fixture
+def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
+    """`composed("model=toy", ...)`: the configuration `python train.py model=toy ...` would get.
+
+    The working folder is a temporary one, so that runs leave nothing in the checkout.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def make(*overrides: str, config: str = "train") -> DictConfig:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose(config, list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):  # as in a run, where Hydra keeps its own node to itself
+            del cfg["hydra"]
+        return cfg
+
+    return make
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

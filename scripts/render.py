@@ -1,0 +1,98 @@
+"""Render every table of conf/tables and the README's copies of them from the records.
+
+python scripts/render.py            write results/tables, docs/img and the README's tables
+python scripts/render.py --check    write nothing; exit 1 where something differs from the records
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from tabulate import tabulate
+
+from qerl.model.plan import memory_plan
+from qerl.quant.bf16 import BF16
+from qerl.quant.nf4 import NF4
+from qerl.quant.nvfp4 import NVFP4
+from qerl.quant.packed import Format
+from qerl.record.figure import plot_curves
+from qerl.record.render import render, stale
+from qerl.record.schema import Record, find
+from qerl.record.table import TableSpec, spec_from
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "results" / "tables"
+README = ROOT / "README.md"
+FIGURE = ROOT / "docs" / "img" / "quickstart.png"
+
+
+def specs() -> list[TableSpec]:
+    """Every table that conf/tables describes."""
+    return [
+        spec_from(path.stem, cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))
+        for path in sorted((ROOT / "conf" / "tables").glob("*.yaml"))
+    ]
+
+
+def sizes() -> str:
+    """Memory of each model with a declared geometry, by format: the plan that loading checks."""
+    formats: list[Format] = [NVFP4(), NF4(), BF16()]
+    rows = []
+    for path in sorted((ROOT / "conf" / "model").glob("[!_]*.yaml")):
+        node = OmegaConf.select(OmegaConf.load(path), "source.geometry")
+        if node is not None:
+            plans = [memory_plan(instantiate(node), format, None).parts() for format in formats]
+            gigabytes = [f"{(plan['linears'] + plan['embeddings']) / 1e9:.2f}" for plan in plans]
+            rows.append([f"`{path.stem}`", *gigabytes])
+    headings = ["model, GB of weights", *(format.name for format in formats)]
+    return tabulate(rows, headings, tablefmt="pipe", disable_numparse=True) + "\n"
+
+
+def readme(tables: dict[str, str]) -> str:
+    """The README with each table between its marks."""
+    text = README.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+        if begin in text:
+            head, _, rest = text.partition(begin)
+            text = head + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+def quickstart(records: list[Record]) -> list[Record]:
+    """The runs that the README's picture shows."""
+    name = "smollm2-135m_nvfp4_aqn_grpo_arithmetic"
+    return [record for record in records if record.name == name and record.status == "completed"]
+
+
+def main() -> None:
+    """Render, or check that nothing needs rendering."""
+    records = find(ROOT / "results")
+    check = "--check" in sys.argv[1:]
+    changed: list[Path] = []
+    tables = {"sizes": sizes()}
+    for spec in specs():
+        changed += stale(spec, records, TABLES) if check else render(spec, records, TABLES)
+        rendered = TABLES / f"{spec.name}.md"
+        tables[spec.name] = rendered.read_text(encoding="utf-8") if rendered.exists() else ""
+    text = readme(tables)
+    if text != README.read_text(encoding="utf-8"):
+        changed.append(README)
+        if not check:
+            README.write_text(text, encoding="utf-8")
+    runs = quickstart(records)
+    if runs and not check:
+        FIGURE.parent.mkdir(parents=True, exist_ok=True)
+        plot_curves({"quickstart, seeds 0-2": runs}, FIGURE)
+    for path in changed:
+        print(f"{'differs from the records' if check else 'rendered'}: {path.relative_to(ROOT)}")
+    if check and changed:
+        print("run `make tables` and commit the result")
+        sys.exit(1)
+    print(f"{len(records)} records, {len(tables)} tables: up to date")
+
+
+if __name__ == "__main__":
+    main()
