@@ -159,14 +159,6 @@ def check(cfg: DictConfig) -> None:
         )
     if cfg.resume and not Path(cfg.resume).is_dir():
         raise ValueError(f"resume={cfg.resume}: no such run folder; name one below out/")
-    if cfg.data.max_prompt_tokens and cfg.model.get("max_context"):
-        room = cfg.data.max_prompt_tokens + algorithm.max_new_tokens
-        if room > cfg.model.max_context:
-            raise ValueError(
-                f"data.max_prompt_tokens={cfg.data.max_prompt_tokens} + algorithm.max_new_tokens="
-                f"{algorithm.max_new_tokens} exceed model.max_context={cfg.model.max_context}: "
-                "lower one of them"
-            )
 
 
 def one_line(error: BaseException) -> str:
@@ -343,10 +335,8 @@ def _checkpoint(cfg: DictConfig) -> Path | None:
 
 def _identity(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
     """Flat settings that a resumed run must share."""
-    resolved = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(resolved, dict)
-    wanted = {key: resolved[key] for key in _IDENTITY}
-    pending: list[tuple[str, Any]] = list(wanted.items())
+    resolved = _resolved(cfg)
+    pending: list[tuple[str, Any]] = [(key, resolved[key]) for key in _IDENTITY]
     while pending:
         key, value = pending.pop()
         if isinstance(value, dict):
@@ -355,14 +345,19 @@ def _identity(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain values."""
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
 def _run_info(cfg: DictConfig) -> RunInfo:
-    config = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(config, dict)
     return RunInfo(
         name=cfg.name,
         seed=cfg.seed,
         total_steps=cfg.trainer.max_steps,
-        config={str(key): value for key, value in config.items()},
+        config=_resolved(cfg),
         overrides=tuple(HydraConfig.get().overrides.task),
     )
 
