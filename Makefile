@@ -33,7 +33,7 @@ quickstart: install  ## the main job on the embedded default: GRPO on NVFP4 weig
 	$(BIN)/python train.py
 
 test: install  ## the test suite: CPU, under ten minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not vllm'
 
 test-slow: install  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
