@@ -1,0 +1,235 @@
+"""Time the decode kernels on the GPU at hand: correctness first, peers in the same process.
+
+A time is the median of CUDA-graph replays over the linears of several decoder layers (qkv, o,
+gate_up, down) whose weights rotate, so that each is read from memory and not from the L2 cache.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from qerl.kernels.dequant import dequantize
+from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels.lint import compile_plan
+from qerl.kernels.peers import time_peer
+from qerl.kernels.tiles import Plan, plan_for
+from qerl.kernels.timing import graph_us, shapes
+from qerl.kernels.w4a16 import Workspace, plan, sum_parts, w4a16, w4a16_parts
+
+READ_BYTES_PER_US = 4.62e6  # measured read-only bandwidth of an H200
+FLOPS_PER_US = 790e6  # measured bf16 matrix rate of an H200
+
+
+def random_weight(shape: tuple[int, int], device: str = "cuda") -> TiledWeight:
+    """A tiled weight of random codes and plausible scales; N % 64 == 0, K % 128 == 0."""
+    tiles, blocks = shape[0] // 32, shape[1] // 64
+    low, high = -(2**31), 2**31 - 1
+    words = torch.randint(low, high, (tiles, blocks, 256), dtype=torch.int32, device=device)
+    scales = torch.randint(60, 90, (tiles, blocks // 2, 256), dtype=torch.uint8, device=device)
+    scale = torch.full((tiles,), 2.0**-10, device=device)
+    return TiledWeight(shape, words, scales.view(torch.int32), scale)
+
+
+@dataclass
+class Layers:
+    """The linears of `count` decoder layers with random weights, and what their kernels need."""
+
+    geometry: str
+    tokens: int
+    count: int = 4
+    weights: list[dict[str, TiledWeight]] = field(default_factory=list)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        linears = shapes(self.geometry)
+        if not self.weights:
+            self.weights = [
+                {name: random_weight(shape) for name, shape in linears.items()}
+                for _ in range(self.count)
+            ]
+        self.space = Workspace.allocate(list(linears.values()), max(self.tokens, 8))
+        for name, (n, k) in linears.items():
+            rows = -(-self.tokens // 256) * 256
+            self.inputs[name] = torch.randn(rows, k, device="cuda").bfloat16()
+            self.outputs[name] = torch.empty(self.tokens, n, device="cuda", dtype=torch.bfloat16)
+
+    def plans(self) -> dict[str, Plan]:
+        return {name: plan(weight, self.tokens) for name, weight in self.weights[0].items()}
+
+    def run(self, plans: dict[str, Plan], summed: bool) -> Callable[[], None]:
+        """All linears of all layers; x is in the kernel's order, as the kernel before writes it."""
+
+        def step() -> None:
+            for layer in self.weights:
+                for name, weight in layer.items():
+                    how, out = plans[name], self.outputs[name]
+                    rows = self.tokens if how.kernel == "gemv" else how.padded_tokens
+                    x = self.inputs[name][:rows]
+                    parts = w4a16_parts(x, weight, self.tokens, how, self.space, out)
+                    if summed:
+                        sum_parts(parts, how.pdl)
+
+        return step
+
+
+def check_plan(weight: TiledWeight, tokens: int, how: Plan, repeats: int = 200) -> dict[str, Any]:
+    """Error of `w4a16` against float64 on poisoned output, and how many repeats differ in a bit."""
+    n, k = weight.shape
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    want = x.double() @ dequantize(weight).double().T
+    space = Workspace.allocate([weight.shape], 256)
+    first, differing, error = None, 0, 0.0
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+    for _ in range(repeats):
+        out.fill_(float("nan"))
+        space.partials.fill_(float("nan"))
+        w4a16(x, weight, out, workspace=space, how=how)
+        if first is None:
+            first = out.clone()
+            error = float((first.double() - want).norm() / want.norm())
+        differing += int(not torch.equal(out, first))
+    return {
+        "shape": [n, k],
+        "tokens": tokens,
+        "relative_error": error,
+        "differing": differing,
+        "repeats": repeats,
+        "counters_zero": not bool(space.counters.any()),
+        "plan": asdict(how),
+    }
+
+
+def check_dequantize(weight: TiledWeight) -> bool:
+    """True if the dequantise kernel equals the torch reference bit for bit."""
+    out = torch.full(weight.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    return torch.equal(dequantize(weight, out), dequantize_reference(weight))
+
+
+def floor_us(geometry: str, tokens: int) -> float:
+    """Least time of a layer's linears on an H200: bytes over bandwidth or operations over rate."""
+    weights = sum(n * k for n, k in shapes(geometry).values())
+    return max(weights * 0.5625 / READ_BYTES_PER_US, 2 * weights * tokens / FLOPS_PER_US)
+
+
+def time_ours(layers: Layers) -> dict[str, float]:
+    """Us a layer: parts left for the next kernel, and with the sums (bf16 out)."""
+    plans, count = layers.plans(), len(layers.weights)
+    return {
+        "parts_us": graph_us(layers.run(plans, summed=False)) / count,
+        "bf16_us": graph_us(layers.run(plans, summed=True)) / count,
+    }
+
+
+def precompile(plans: Iterable[Plan], processes: int = 16) -> None:
+    """Fill triton's cache in parallel; a serial bench would compile for minutes."""
+    codes = {
+        (
+            *(p.kernel, p.split > 1, p.warps, p.blocks, p.pdl),
+            *(p.token_tile, p.row_tiles, p.stages, p.registers),
+        ): p
+        for p in plans
+        if p.kernel != "dense"
+    }
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(_compile, codes.values(), chunksize=1)
+
+
+def _compile(how: Plan) -> None:
+    compile_plan(how)
+
+
+def tune(
+    shape: tuple[int, int], tokens: int, candidates: Iterable[Plan], summed: bool = True
+) -> list[tuple[float, Plan]]:
+    """Times of `candidates` on one linear, us, best first. Weights rotate over 240 MB."""
+    count = max(2, int(240e6 / (shape[0] * shape[1] * 0.5625)))
+    weights = [random_weight(shape) for _ in range(count)]
+    x = torch.randn(512, shape[1], device="cuda").bfloat16()
+    out = torch.empty(tokens, shape[0], device="cuda", dtype=torch.bfloat16)
+    rows = []
+    for how in candidates:
+        space = Workspace(
+            torch.empty(max(1, how.split * tokens * shape[0]), device="cuda"),
+            torch.zeros(shape[0] // 16, dtype=torch.int32, device="cuda"),
+            x.flatten(),
+        )
+        tile = how if how.kernel == "gemv" else replace(how, tokens=tokens)
+        lines = tokens if how.kernel == "gemv" else tile.padded_tokens
+
+        def step(tile: Plan = tile, space: Workspace = space, lines: int = lines) -> None:
+            for weight in weights:
+                parts = w4a16_parts(x[:lines], weight, tokens, tile, space, out)
+                if summed:
+                    sum_parts(parts, tile.pdl)
+
+        try:
+            rows.append((graph_us(step, 8) / count, tile))
+        except triton.runtime.errors.OutOfResources:
+            continue  # the tile asks for more registers or shared memory than an SM has
+    return sorted(rows, key=lambda row: row[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearsBench:
+    """The linears of decoder layers: checks, ours, and peers in the same process."""
+
+    geometries: Sequence[str] = ("7b", "32b")
+    """Keys of `GEOMETRIES`."""
+
+    tokens: Sequence[int] = (1, 8, 16, 32, 64, 128, 256)
+    """M: rows of x."""
+
+    peers: Sequence[str] = ("cublas",)
+    """``cublas``, ``humming``, ``marlin``; the last two where they can be imported."""
+
+    layers: int = 4
+    """Layers whose weights rotate."""
+
+    repeats: int = 200
+    """Runs of each plan that must agree in every bit; 0 skips the checks."""
+
+    def run(self, rows: list[dict[str, Any]]) -> None:
+        """Append one row a measurement to `rows`; raises where a result is wrong."""
+        plans = [
+            plan_for("NVIDIA H200", shape, m)
+            for geometry in self.geometries
+            for shape in shapes(geometry).values()
+            for m in self.tokens
+        ]
+        precompile(plans)
+        for geometry in self.geometries:
+            self._ours(geometry, rows)
+            for peer in self.peers:
+                for m, us in time_peer(peer, geometry, self.tokens, self.layers).items():
+                    rows.append(self._row(geometry, m, peer, us))
+                torch.cuda.empty_cache()
+
+    def _ours(self, geometry: str, rows: list[dict[str, Any]]) -> None:
+        weights: list[dict[str, TiledWeight]] = []
+        for m in self.tokens:
+            layers = Layers(geometry, m, self.layers, weights)
+            weights = layers.weights
+            if self.repeats:
+                rows += [self._check(geometry, name, w, m) for name, w in weights[0].items()]
+            times = time_ours(layers)
+            rows.append(self._row(geometry, m, "qerl, parts", times["parts_us"]))
+            rows.append(self._row(geometry, m, "qerl, bf16", times["bf16_us"]))
+        del weights, layers
+        torch.cuda.empty_cache()
+
+    def _check(self, geometry: str, name: str, weight: TiledWeight, m: int) -> dict[str, Any]:
+        found = check_plan(weight, m, plan(weight, m), self.repeats)
+        if found["differing"] or not found["relative_error"] < 3e-3 or not found["counters_zero"]:
+            raise ValueError(f"wrong result: {found}; no time of this kernel counts")
+        return {"section": "check", "geometry": geometry, "linear": name, **found}
+
+    def _row(self, geometry: str, m: int, kernel: str, us: float) -> dict[str, Any]:
+        floor = floor_us(geometry, m)
+        row = {"section": "linears", "geometry": geometry, "tokens": m, "kernel": kernel}
+        return row | {"us": round(us, 2), "floor_us": round(floor, 2)}

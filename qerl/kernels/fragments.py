@@ -1,0 +1,129 @@
+"""Gluon pieces that both W4A16 kernels share: spread words to bf16, E5M3 bytes to bf16 pairs.
+
+Torch twins: `layout.unpack_word` and `layout.decode_e5m3`. One asm statement works on one 32-bit
+word: with several bytes a statement the compiler may choose which bytes share a register.
+"""
+
+# Bodies of jitted functions are Triton, not Python: they carry no types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Gluon renamed two functions between triton 3.6 (first name) and 3.9.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+renamed = hasattr(tma, "async_load")
+tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def unpack(words, scales):
+    """Eight bf16 w * s * 2^-8 in column order from a word and (s * 2^118) twice in a word."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a,b,c,d;
+        and.b32 a, $8, 0x81C081C0;
+        mul.bf16x2 a, a, $9;
+        mov.b32 {$0,$1}, a;
+        shl.b32 a, $8, 6;
+        and.b32 a, a, 0x81C081C0;
+        mul.bf16x2 a, a, $9;
+        mov.b32 {$2,$3}, a;
+        shf.l.wrap.b32 b, $8, $8, 10;
+        and.b32 b, b, 0x81C081C0;
+        mul.bf16x2 b, b, $9;
+        mov.b32 {$4,$5}, b;
+        shl.b32 c, $8, 4;
+        and.b32 c, c, 0x81808180;
+        shr.b32 d, $8, 4;
+        lop3.b32 d, d, 0x00400040, c, 0xEA;
+        mul.bf16x2 d, d, $9;
+        mov.b32 {$6,$7}, d;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, scales],
+        dtype=(
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def join8(a0, a1, a2, a3, a4, a5, a6, a7):
+    """[..] x 8 -> [.., pair low bit, pair high bit, element] of columns 2 p + e."""
+    even = gl.join(gl.join(a0, a4), gl.join(a2, a6))
+    odd = gl.join(gl.join(a1, a5), gl.join(a3, a7))
+    return gl.join(even, odd)
+
+
+@gluon.jit
+def lift_scales(word):
+    """Four E5M3 bytes -> four words, each (v, v) with v the bf16 s * 2^118. Byte 2 k + h."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        prmt.b32 t, $4, 0, 0x4040; mad.lo.u32 $0, t, 16, 0x75807580;
+        prmt.b32 t, $4, 0, 0x4141; mad.lo.u32 $1, t, 16, 0x75807580;
+        prmt.b32 t, $4, 0, 0x4242; mad.lo.u32 $2, t, 16, 0x75807580;
+        prmt.b32 t, $4, 0, 0x4343; mad.lo.u32 $3, t, 16, 0x75807580; }""",
+        "=r,=r,=r,=r,r",
+        [word],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def lift_low(word):
+    """`lift_scales` of bytes 0 and 1: both rows of the first 64-block."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        prmt.b32 t, $2, 0, 0x4040; mad.lo.u32 $0, t, 16, 0x75807580;
+        prmt.b32 t, $2, 0, 0x4141; mad.lo.u32 $1, t, 16, 0x75807580; }""",
+        "=r,=r,r",
+        [word],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def lift_high(word):
+    """`lift_scales` of bytes 2 and 3: both rows of the second 64-block."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        prmt.b32 t, $2, 0, 0x4242; mad.lo.u32 $0, t, 16, 0x75807580;
+        prmt.b32 t, $2, 0, 0x4343; mad.lo.u32 $1, t, 16, 0x75807580; }""",
+        "=r,=r,r",
+        [word],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def split_pair(word):
+    """A 32-bit word as its two bf16 halves."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 {$0,$1}, $2;",
+        "=h,=h,r",
+        [word],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )

@@ -1,0 +1,345 @@
+"""W4A16 matmul for 9 to 256 tokens: y = x Wᵀ with W tiled, on wgmma.
+
+out^T = W x^T: the unpacked W is the register operand A, x in shared memory is B. A producer warp
+brings words, scales and x by TMA through a ring of stages; 4 warps a row tile unpack one 64-block
+while the tensor cores work on the one before. Columns of x come in `mma_order`.
+
+A pending wgmma still reads its A registers, and ptxas does not keep them: a fragment is passed
+to the wait that retires it, so its registers cannot be written while they are read. Plain
+``tl.dot`` offers no way to say so and gave wrong results on an H200; ``lint.py`` reads the code.
+
+Work items: the first `WHOLE` row tiles are one item each and write bf16 (or fp32); the others are
+cut in SPLIT parts along K whose fp32 partials [SPLIT, M, N - first] the next kernel sums in order.
+"""
+
+# Bodies of jitted functions are Triton, not Python: they carry no types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from jaxtyping import Float
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import cuda as tlc
+
+from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack
+from qerl.kernels.layout import TiledWeight
+from qerl.kernels.tiles import Plan
+
+
+@gluon.constexpr_function
+def _tile_bits(TG):
+    return [[1, 0, 0], [2, 0, 0], [4, 0, 0]][: TG.bit_length()]
+
+
+@gluon.constexpr_function
+def _word_layout(TG):
+    # [2 TG, 8, 32] words of a 64-block of columns: word 4 | lane 32 | row block 2 | 32-row tile
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2]],
+        [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
+        [[0, 4, 0], *_tile_bits(TG)],
+        [],
+        [2 * TG, 8, 32],
+    )
+
+
+@gluon.constexpr_function
+def _scale_layout(TG):
+    return gl.DistributedLinearLayout(
+        [],
+        [[0, 0, 1 << i] for i in range(5)],
+        [[0, 1, 0], *_tile_bits(TG)],
+        [],
+        [2 * TG, 2, 32],
+    )
+
+
+@gluon.constexpr_function
+def _scale_atom_layout():
+    return gl.DistributedLinearLayout(
+        [[0, 2, 0]], [[0, 0, 1 << i] for i in range(5)], [[0, 1, 0], [1, 0, 0]], [], [2, 4, 32]
+    )
+
+
+@gluon.constexpr_function
+def _scale_rows(TG):
+    return 4 if TG == 1 else 2
+
+
+@gluon.jit
+def _load_scales(stage, TG: gl.constexpr):
+    if TG == 1:  # the box is 2 x 4 rows, a swizzle atom; rows 2 and 3 are the next step's
+        both = stage.load(_scale_atom_layout()).reshape([2, 2, 2, 32]).permute([0, 2, 3, 1])
+        scales, _ = gl.split(both)
+        return gl.convert_layout(scales, _scale_layout(1), assert_trivial=True)
+    else:
+        return stage.load(_scale_layout(TG))
+
+
+@gluon.jit
+def _fragment(words, top, low, TG: gl.constexpr, mma: gl.constexpr):
+    """One 64-block of columns as register operand A [64 TG, 64]."""
+    scales = gl.join(top, low)  # 2 TG, 2, 32, h
+    scales = gl.join(scales, scales).reshape([2 * TG, 8, 32])  # .., h, q
+    scales = gl.convert_layout(scales, _word_layout(TG), assert_trivial=True)
+    a0, a1, a2, a3, a4, a5, a6, a7 = unpack(words, scales)
+    a = join8(a0, a1, a2, a3, a4, a5, a6, a7)
+    a = a.reshape([2 * TG, 2, 8, 4, 2, 2, 2, 2, 2])  # tile, b, r, c, h, q, p1, p0, e
+    a = a.permute([0, 1, 4, 2, 5, 6, 7, 3, 8]).reshape([64 * TG, 64])
+    return gl.convert_layout(a, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _item(MT, T, WHOLE, SPLIT):
+    """Token tile, row tile, first step and steps of this program; its part, -1 for a whole tile."""
+    program = gl.program_id(0)
+    item = program // MT
+    token = program - item * MT
+    cut = item - WHOLE
+    whole = cut < 0
+    tile = gl.where(whole, item, WHOLE + cut // SPLIT)
+    part = gl.where(whole, -1, cut - cut // SPLIT * SPLIT)
+    first = gl.where(whole, 0, T * part // SPLIT)
+    steps = gl.where(whole, T, T * (part + 1) // SPLIT) - first
+    return token, tile, first, steps, part
+
+
+@gluon.jit
+def _producer(  # noqa: PLR0913
+    xd,
+    wd,
+    sd,
+    xs,
+    ws,
+    ss,
+    full,
+    empty,
+    MT,
+    T,
+    WHOLE,
+    SPLIT,
+    BM: gl.constexpr,
+    TG: gl.constexpr,
+    ST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    nbytes: gl.constexpr = xd.block_type.nbytes + wd.block_type.nbytes + sd.block_type.nbytes
+    token, tile, first, steps, _ = _item(MT, T, WHOLE, SPLIT)
+    ahead = gl.minimum(steps, ST)
+    for q in gl.static_range(ST):  # weights depend on no other kernel: fetch before the wait
+        if q < ahead:
+            mbarrier.expect(full.index(q), nbytes)
+            tma_load(wd, [tile * 2 * TG, (first + q) * 16, 0], full.index(q), ws.index(q))
+            tma_load(sd, [tile * 2 * TG, (first + q) * 2, 0], full.index(q), ss.index(q))
+    if PDL:
+        tlc.gdc_wait()
+    s = 0
+    phase = 1  # a fresh barrier passes a wait for phase 1
+    for j in range(steps):
+        mbarrier.wait(empty.index(s), phase)
+        if j >= ahead:
+            mbarrier.expect(full.index(s), nbytes)
+            tma_load(wd, [tile * 2 * TG, (first + j) * 16, 0], full.index(s), ws.index(s))
+            tma_load(sd, [tile * 2 * TG, (first + j) * 2, 0], full.index(s), ss.index(s))
+        tma_load(xd, [token * BM, (first + j) * 128], full.index(s), xs.index(s))
+        s += 1
+        if s == ST:
+            s = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _consumer(  # noqa: PLR0913
+    xs,
+    ws,
+    ss,
+    full,
+    empty,
+    MT,
+    T,
+    WHOLE,
+    SPLIT,
+    tensor_scale_ptr,
+    partial_ptr,
+    y_ptr,
+    M,
+    N,
+    BM: gl.constexpr,
+    TG: gl.constexpr,
+    ST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4 * TG, 1], instr_shape=[16, BM, 16]
+    )
+    RT: gl.constexpr = 64 * TG
+    token, tile, _, steps, part = _item(MT, T, WHOLE, SPLIT)
+    tm = token * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
+    tn = tile * RT + gl.arange(0, RT, layout=gl.SliceLayout(1, mma))
+    last = (N - 1) // 32
+    g = 256.0 * gl.load(tensor_scale_ptr + gl.minimum(tn // 32, last))
+    s = 0
+    phase = 0
+    acc = gl.zeros([RT, BM], gl.float32, layout=mma)
+    a1 = gl.zeros([RT, 64], gl.bfloat16, layout=gl.DotOperandLayout(0, mma, 2))
+    for j in range(steps):
+        mbarrier.wait(full.index(s), phase)
+        scales = _load_scales(ss.index(s), TG)
+        w0 = ws.index(s).slice(0, 8, dim=1).load(_word_layout(TG))
+        w1 = ws.index(s).slice(8, 8, dim=1).load(_word_layout(TG))
+        top0, low0, top1, low1 = lift_scales(scales)
+        a0 = _fragment(w0, top0, low0, TG, mma)
+        x0 = xs.index(s).slice(0, 64, dim=1).permute((1, 0))
+        acc = warpgroup_mma(a0, x0, acc, use_acc=j > 0, is_async=True)
+        # One group stays in flight; the fragment of the other is tied to the wait that retires it.
+        acc, a1 = warpgroup_mma_wait(num_outstanding=1, deps=[acc, a1])
+        if j > 0:  # the step before has been read out
+            mbarrier.arrive(empty.index(gl.where(s == 0, ST - 1, s - 1)), count=1)
+        a1 = _fragment(w1, top1, low1, TG, mma)
+        x1 = xs.index(s).slice(64, 64, dim=1).permute((1, 0))
+        acc = warpgroup_mma(a1, x1, acc, is_async=True)
+        acc, a0 = warpgroup_mma_wait(num_outstanding=1, deps=[acc, a0])
+        s += 1
+        if s == ST:
+            s = 0
+            phase ^= 1
+    acc, a1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc, a1])
+    if PDL:
+        tlc.gdc_wait()  # y and the partials may still be read by the kernel before
+        tlc.gdc_launch_dependents()
+    out = acc * g[:, None]
+    mask = (tm < M)[None, :] & (tn < N)[:, None]
+    if part < 0:
+        off = tm[None, :] * N + tn[:, None]
+        gl.store(y_ptr + off, out.to(gl.bfloat16), mask=mask)
+    else:
+        cut = N - WHOLE * RT
+        off = (part * M + tm)[None, :] * cut + (tn - WHOLE * RT)[:, None]
+        gl.store(partial_ptr + off, out, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["M", "T", "MT", "WHOLE", "SPLIT"])
+def _gemm_kernel(  # noqa: PLR0913
+    xd,
+    wd,
+    sd,
+    tensor_scale_ptr,
+    partial_ptr,
+    y_ptr,
+    M,
+    N,
+    T,
+    MT,
+    WHOLE,
+    SPLIT,
+    BM: gl.constexpr,
+    TG: gl.constexpr,
+    ST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Grid (MT * items,); 4 TG warps and a producer; row tile 64 TG, token tile BM, K step 128.
+
+    T: steps of 128 columns in K. MT: token tiles. See the module for WHOLE and SPLIT.
+    """
+    xs = gl.allocate_shared_memory(gl.bfloat16, [ST, BM, 128], xd.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [ST, 2 * TG, 16, 32], wd.layout)
+    ss = gl.allocate_shared_memory(gl.int32, [ST, 2 * TG, _scale_rows(TG), 32], sd.layout)
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(ST):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT, tensor_scale_ptr)  # noqa: RUF005
+                + (partial_ptr, y_ptr, M, N, BM, TG, ST, PDL),
+            ),
+            (
+                _producer,
+                (xd, wd, sd, xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT, BM, TG, ST, PDL),
+            ),
+        ],
+        [1],
+        [24],
+    )
+
+
+def _shared(bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+
+
+def descriptors(
+    x: Float[Tensor, "M K"], weight: TiledWeight, token_tile: int, row_tiles: int
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of x, words and scales. Rows of x past its end read as zero, but slowly."""
+    tiles, blocks = weight.words.shape[0], weight.words.shape[1]
+    words = weight.words.view(tiles, blocks * 8, 32)
+    scales = weight.scales.view(tiles, blocks, 32)
+    box = 4 if row_tiles == 1 else 2
+    return (
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [token_tile, 128], _shared(16, 2)),
+        TensorDescriptor(
+            words, list(words.shape), list(words.stride()), [2 * row_tiles, 16, 32], _shared(32, 3)
+        ),
+        TensorDescriptor(
+            scales,
+            list(scales.shape),
+            list(scales.stride()),
+            [2 * row_tiles, box, 32],
+            _shared(32, 3),
+        ),
+    )
+
+
+def launch_gemm(
+    operands: tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor],
+    weight: TiledWeight,
+    y: Float[Tensor, "M N"],
+    partials: Float[Tensor, " P"],
+    tokens: int,
+    plan: Plan,
+) -> object:
+    """Launch on checked arguments; `w4a16` is the front door.
+
+    Args:
+        operands: `descriptors` of x (columns in `mma_order`, rows padded to the token tile).
+        weight: the tiled weight behind them.
+        y: bf16 [M, N]; row tiles before `plan.whole` (all, if the split is 1) are written here.
+        partials: fp32, at least split * M * (N - first cut row).
+        tokens: M.
+        plan: tile shape and split; `split <= ceil(K / 128)`.
+    """
+    n = weight.shape[0]
+    tiles = -(-n // (64 * plan.row_tiles))
+    whole = tiles if plan.split == 1 else plan.whole
+    token_tiles = -(-tokens // plan.token_tile)
+    items = whole + (tiles - whole) * plan.split
+    return _gemm_kernel[(items * token_tiles,)](
+        *operands,
+        weight.tensor_scale,
+        partials,
+        y,
+        tokens,
+        n,
+        weight.scales.shape[1],
+        token_tiles,
+        whole,
+        plan.split,
+        BM=plan.token_tile,
+        TG=plan.row_tiles,
+        ST=plan.stages,
+        PDL=plan.pdl,
+        num_warps=4 * plan.row_tiles,
+        maxnreg=plan.registers,
+        launch_pdl=plan.pdl > 0,
+    )

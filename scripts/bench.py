@@ -1,0 +1,73 @@
+"""Measure the kernels on the GPU at hand and write a record.
+
+python scripts/bench.py bench=kernels
+python scripts/bench.py bench=kernels bench.peers=[cublas,humming] bench.geometries=[7b]
+python scripts/bench.py bench=layers
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tabulate import tabulate
+
+from qerl.record import provenance
+from qerl.record.schema import Commit, Record
+
+logger = logging.getLogger(__name__)
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """One number a measurement: ``<geometry>/<tokens>/<kernel>_us``."""
+    summary = {}
+    for row in rows:
+        if row["section"] == "linears":
+            name = row["kernel"].replace(", ", "_")
+            summary[f"{row['geometry']}/{row['tokens']}/{name}_us"] = row["us"]
+        elif row["section"] == "layer":
+            summary[f"{row['geometry']}/{row['batch']}/rank{row['rank']}_us"] = row["layer_us"]
+    return summary
+
+
+@hydra.main(version_base=None, config_path="../conf", config_name="bench")
+def main(cfg: DictConfig) -> None:
+    """Run the chosen bench and write its record."""
+    if not torch.cuda.is_available():
+        raise SystemExit("bench: no CUDA device; these numbers exist on a GPU only")
+    torch.manual_seed(cfg.seed)
+    started, rows = provenance.now(), list[dict[str, Any]]()
+    instantiate(cfg.bench).run(rows)
+    choices = HydraConfig.get().runtime.choices
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    flat = [{k: json.loads(json.dumps(v)) for k, v in row.items()} for row in rows]
+    record = Record(
+        kind="bench",
+        name=f"{gpu}/{choices['bench']}",
+        status="completed",
+        seed=cfg.seed,
+        config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
+        overrides=tuple(HydraConfig.get().overrides.task),
+        command=provenance.command_line(),
+        commit=Commit(sha=cfg.commit, dirty=True) if cfg.commit else provenance.commit(),
+        versions=provenance.versions(),
+        device=provenance.device_facts("cuda"),
+        started=started,
+        ended=provenance.now(),
+        summary=summarise(flat),
+        rows=tuple(flat),
+    )
+    path = record.write(Path(cfg.record_dir))
+    table = [row for row in flat if row["section"] != "check"]
+    checks = len(flat) - len(table)
+    print(tabulate(table, headers="keys"))
+    print(f"{checks} checks passed; {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Every kernel compiles for sm_90a without a GPU, and the machine code of the matmuls is clean."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from qerl.kernels import dequant, lint, lora, norm, paged_attention, rope, sample, swiglu, w4a16
+from qerl.kernels.tiles import Plan, table
+
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+PARTS = (BF16, F32, 5, 4608, 128, 3)  # dense, cut, M, N, FIRST, SPLIT
+LORA = (F32, BF16, 96)  # a, b, stride
+
+SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "dequantize": (
+        dequant._dequantize_kernel,
+        (I32, I32, F32, BF16, 4608, 3584, 56),
+        {"KB": 4},
+    ),
+    "sum": (w4a16._sum_kernel, (F32, BF16, 5, 4608, 0, 3), {"B": 1024, "PDL": 1}),
+    "reorder": (w4a16._mma_order_kernel, (BF16, BF16, 3584), {"B": 1024, "PDL": 1}),
+    "norm": (
+        norm._norm_kernel,
+        (*PARTS, *LORA, BF16, F32, BF16, 1e-6),
+        {"ADD": True, "R": 32, "MMA": True, "B": 8192, "PDL": 1, "num_warps": 16},
+    ),
+    "silu_mul": (
+        swiglu._silu_mul_kernel,
+        (*PARTS, *LORA, BF16),
+        {"R": 32, "MMA": True, "BM": 16, "B": 128, "PDL": 1},
+    ),
+    "rope": (
+        rope._rope_kernel,
+        (*PARTS, *LORA, BF16, F32, F32, F32, F32, I64, I64, BF16, BF16, BF16, 8192, 1e-6),
+        {"H": 28, "HK": 4, "D": 128, "R": 32, "BIAS": True, "NORM": True, "BM": 16}
+        | {"CARVE": True, "PDL": 1},
+    ),
+    "shrink": (
+        lora._shrink_kernel,
+        (BF16, BF16, F32, I32, F32, 5, 3584, 96),
+        {"MMA": True, "SPLIT": 7, "BM": 64, "BR": 32, "BK": 128, "PDL": 1},
+    ),
+    "attention": (
+        paged_attention._attention_kernel,
+        (
+            *(BF16, BF16, BF16, 8192, I64, I64, I64, I64, I64, F32, F32, BF16),
+            *(4, 16, 64, 8, 8, 0.1, 7, 2, 2),
+        ),
+        {"HK": 4, "G": 7, "D": 128, "PAGE": 128, "BM": 16, "BN": 64}
+        | {"DIRECT": False, "MMA": True, "PDL": 1},
+    ),
+    "merge": (
+        paged_attention._merge_kernel,
+        (F32, F32, BF16, 1792, 4),
+        {"H": 28, "D": 128, "MMA": True, "PDL": 1, "num_warps": 1},
+    ),
+    "sample_chunks": (
+        sample._chunk_kernel,
+        (F32, F32, 151936, 151936, 1.0, 38),
+        {"B": 4096, "PDL": 1, "num_warps": 8},
+    ),
+    "sample_pick": (
+        sample._pick_kernel,
+        (F32, F32, I64, I64, I64, F32, F32, F32, 151936, 151936, 1.0, 38),
+        {"GREEDY": False, "B": 4096, "C": 64, "PDL": 1, "num_warps": 8},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _can_compile() -> None:
+    if reason := lint.why_not():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_small_kernels_compile_for_hopper_without_spills(name: str) -> None:
+    kernel, arguments, options = SMALL[name]
+    with lint.hopper_target():
+        compiled = kernel.warmup(*arguments, **options, grid=(1,))
+    assert lint.read_code(compiled).spills == 0
+
+
+def shipped_plans() -> list[Plan]:
+    """One plan for each distinct machine code among the measured ones."""
+    plans = [Plan(**f) for gpu in table().values() for s in gpu.values() for f in s.values()]
+    codes = {
+        (
+            *(p.kernel, p.kernel == "gemv" and p.split > 1, p.token_tile, p.row_tiles),
+            *(p.stages, p.registers, p.warps, p.blocks, p.pdl),
+        ): p
+        for p in plans
+    }
+    return list(codes.values())
+
+
+def describe(plan: Plan) -> str:
+    if plan.kernel == "gemv":
+        return f"gemv-{plan.warps}w-{plan.blocks}b-split{plan.split}-pdl{plan.pdl}"
+    return f"gemm-{plan.token_tile}x{plan.row_tiles}-{plan.stages}s-{plan.registers}r"
+
+
+QUICK = [  # the shapes of machine code that differ most; all shipped ones are a slow test
+    Plan(kernel="gemv", split=5, warps=4, blocks=1, pdl=2),
+    Plan(kernel="gemm", split=4, token_tile=16, stages=4, registers=64),
+    Plan(kernel="gemm", split=4, token_tile=256, row_tiles=2, stages=3, registers=168),
+]
+
+
+@pytest.mark.parametrize("plan", QUICK, ids=describe)
+def test_no_pending_wgmma_operand_is_overwritten(plan: Plan) -> None:
+    assert lint.check(plan).clean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", shipped_plans(), ids=describe)
+def test_every_shipped_plan_has_clean_machine_code(plan: Plan) -> None:
+    assert lint.check(plan).clean
+
+
+LOOP = """
+.L_x_1:
+        /*0100*/ WARPGROUP.ARRIVE ;
+        /*0110*/ HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0 ;
+        /*0120*/ LDS.128 {target}, [R60] ;
+        /*0130*/ WARPGROUP.DEPBAR.LE gsb0, 0x{pending} ;
+        /*0140*/ LOP3.LUT R6, R40, 0x81c081c0, RZ, 0xc0, !PT ;
+        /*0150*/ @P0 BRA `(.L_x_1) ;
+"""
+
+
+def test_lint_sees_a_write_to_a_pending_operand() -> None:
+    # R4..R7 are read until the wait at 0130; the load at 0120 writes R6 before it.
+    assert lint.hazards(LOOP.format(target="R6", pending="0")) == [(0x110, 0x120)]
+
+
+def test_lint_accepts_writes_after_the_wait() -> None:
+    assert lint.hazards(LOOP.format(target="R44", pending="0")) == []
+
+
+def test_lint_knows_that_a_wait_may_leave_groups_pending() -> None:
+    # One group may stay in flight at 0130, so the write to R6 at 0140 meets it.
+    assert lint.hazards(LOOP.format(target="R44", pending="1")) == [(0x110, 0x140)]
