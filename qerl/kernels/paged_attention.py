@@ -277,17 +277,9 @@ def paged_attention(
         order: column order of `out`.
         pdl: programmatic dependent launch.
     """
-    b, h, d = q.shape
-    hk = pages[0].shape[0]
-    if page_size < 16 or page_size & (page_size - 1) or d & (d - 1):
-        raise ValueError(
-            f"page_size={page_size}, Dh={d}: powers of two, pages of 16 tokens or more"
-        )
+    (b, h, d), hk = q.shape, pages[0].shape[0]
     prompts, width = tables.members.shape
-    if bool(prompts) != bool(cut.prompt_parts):
-        raise ValueError(
-            f"U={prompts} with {cut.prompt_parts} prompt parts: use Cut.allocate(B, U)"
-        )
+    _check(page_size, d, prompts, cut)
     if not runs_kernels(q):
         mixed = paged_attention_reference(q, pages, tables, page_size).flatten(1)
         out[:b] = mma_order(mixed) if order == "mma" else mixed
@@ -332,21 +324,45 @@ def paged_attention(
     )
     if order == "mma":
         carve_shared(kernel)
-    parts = cut.prompt_parts + cut.own_parts
-    if parts > 1:
-        kernel = _merge_kernel[(b * h,)](
-            cut.mixed,
-            cut.stats,
-            out,
-            b * h,
-            parts,
-            H=h,
-            D=d,
-            MMA=order == "mma",
-            PDL=pdl,
-            num_warps=1,
-            **pdl_options(pdl),
+    return _merged(cut, out, (b * h, h, d), order, pdl)
+
+
+def _check(page_size: int, d: int, prompts: int, cut: Cut) -> None:
+    """Raise where the kernel's tiles cannot hold pages and heads, or `cut` is of other tables."""
+    if page_size < 16 or page_size & (page_size - 1) or d & (d - 1):
+        raise ValueError(
+            f"page_size={page_size}, Dh={d}: powers of two, pages of 16 tokens or more"
         )
-        if order == "mma":
-            carve_shared(kernel)
+    if bool(prompts) != bool(cut.prompt_parts):
+        raise ValueError(
+            f"U={prompts} with {cut.prompt_parts} prompt parts: use Cut.allocate(B, U)"
+        )
+
+
+def _merged(
+    cut: Cut,
+    out: Float[Tensor, "rows HDh"],
+    sizes: tuple[int, int, int],
+    order: str,
+    pdl: int,
+) -> Float[Tensor, "rows HDh"]:
+    """`out` with the parts of every row and head summed; `sizes` are (B * H, H, Dh)."""
+    if cut.prompt_parts + cut.own_parts == 1:
+        return out  # the attention kernel wrote it
+    pairs, h, d = sizes
+    kernel = _merge_kernel[(pairs,)](
+        cut.mixed,
+        cut.stats,
+        out,
+        pairs,
+        cut.prompt_parts + cut.own_parts,
+        H=h,
+        D=d,
+        MMA=order == "mma",
+        PDL=pdl,
+        num_warps=1,
+        **pdl_options(pdl),
+    )
+    if order == "mma":
+        carve_shared(kernel)
     return out
