@@ -99,8 +99,10 @@ class NVFP4:
         amax: Float[Tensor, "N K//16"],
         inverse: Float[Tensor, ""],
     ) -> PackedWeight:
-        # The order of operations is compressed-tensors': another would round differently.
-        scale = ((amax / E2M1_MAX) * inverse).to(torch.float8_e4m3fn).float()  # [N, K/16]
+        # The order of operations is compressed-tensors': another would round differently. So would
+        # a division by a Python number, which CUDA computes as a product with its reciprocal.
+        largest = torch.full((), E2M1_MAX, device=amax.device)
+        scale = ((amax / largest) * inverse).to(torch.float8_e4m3fn).float()  # [N, K/16]
         scale = torch.where(scale == 0, ZERO_BLOCK_SCALE, scale)
         block_scale = scale.to(torch.float8_e4m3fn)
         shape = (weight.shape[0], weight.shape[1])
