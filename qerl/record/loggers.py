@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -94,6 +93,8 @@ class WandbRun(WandbLogger):
     """
 
     def __init__(self, option: WandbLog, run_dir: Path, name: str, run_id: str) -> None:
+        import wandb  # here and below: seconds of import that only runs with W&B should pay
+
         super().__init__(
             name=name,
             save_dir=run_dir,
@@ -117,6 +118,8 @@ class WandbRun(WandbLogger):
         Raises:
             ValueError: without a login and a terminal to type one, or without the server.
         """
+        import wandb
+
         try:
             return super().experiment
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:

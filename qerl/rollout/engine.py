@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Take over the policy's adapters.
 
         Raises:
-            RuntimeError: a `generate` is in flight; its sequences would change policy half-way.
+            RuntimeError: a `generate` is in flight.
         """
         ...
 
@@ -118,6 +118,14 @@ class Engine(Protocol):
     def release(self) -> None:
         """Give back the memory that is needed only while generating."""
         ...
+
+
+def check_idle(busy: bool) -> None:
+    """Raise while a `generate` is in flight."""
+    if busy:
+        raise RuntimeError(
+            "a rollout is in flight: its sequences would change policy or lose memory half-way"
+        )
 
 
 def check_request(policy: Policy, prompts: Prompts, max_new_tokens: int, max_context: int) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qerl.model.layers import RMSNorm
 from qerl.model.policy import Policy
-from qerl.rollout.engine import Progress, RolloutStats, check_request
+from qerl.rollout.engine import Progress, RolloutStats, check_idle, check_request
 from qerl.rollout.sampler import sequence_seed
 from qerl.types import Prompts, Rollouts, Sampling
 
@@ -66,8 +66,7 @@ class HfEngine:
 
     def sync(self) -> None:
         """Copy the policy's adapters into peft's parameters, in place."""
-        if self._busy:
-            raise RuntimeError("sync during generate: its sequences would change policy half-way")
+        check_idle(self._busy)
         state = self._policy.adapter_state()
         if state.keys() != self._adapters.keys():
             raise ValueError(
@@ -92,6 +91,7 @@ class HfEngine:
         progress: Progress | None = None,
     ) -> Rollouts:
         """Draw `sampling.group_size` completions of every prompt; see `Engine.generate`."""
+        check_idle(self._busy)
         check_request(
             self._policy, prompts, sampling.max_new_tokens, self._policy.spec.max_positions
         )
@@ -225,7 +225,7 @@ def _dense_model(policy: Policy) -> nn.Module:
             if norm is not None:
                 state[f"{prefix}.{name}.weight"] = norm.weight.detach()
     model.load_state_dict(state)
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def _hf_name(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from qerl.model.layers import RMSNorm
 from qerl.model.policy import Policy
 from qerl.rollout.attend import DecodeAttend, Groups, PrefillAttend
-from qerl.rollout.engine import Progress, RolloutStats, check_request
+from qerl.rollout.engine import Progress, RolloutStats, check_idle, check_request
 from qerl.rollout.pages import PagePool, page_bytes
 from qerl.rollout.sampler import draw, sequence_seeds, uniforms
 from qerl.rollout.scheduler import Prefill, Scheduler
@@ -81,12 +81,11 @@ class NativeEngine:
 
     def sync(self) -> None:
         """Nothing to copy: the engine reads the policy's adapters."""
-        if self._busy:
-            raise RuntimeError("sync during generate: its sequences would change policy half-way")
+        check_idle(self._busy)
 
     def release(self) -> None:
         """Free the key/value memory; the next call takes it again."""
-        self.sync()
+        check_idle(self._busy)
         self._pool = None
 
     def generate(
@@ -105,7 +104,7 @@ class NativeEngine:
         index): neither the other prompts nor `max_sequences` take part, up to the rounding of
         matrix products of different heights.
         """
-        self.sync()
+        check_idle(self._busy)
         check_request(self._policy, prompts, sampling.max_new_tokens, self._max_context)
         started = time.perf_counter()
         own_pages = -(-(sampling.max_new_tokens - 1) // self._page_size)  # the last is never fed

@@ -176,6 +176,28 @@ tell(pool)
     assert_gone(parents + childs)
 
 
+def test_no_worker_outlives_its_process_though_a_fork_of_it_lives_on() -> None:
+    process = launch(
+        r"""
+pool = VerifierPool(workers=1)
+pool.verify([r"\boxed{1}"], ["1"])
+child = os.fork()  # holds a copy of every socket, as a data loader's workers do
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+tell(pool)
+print(json.dumps([child]), flush=True)
+time.sleep(60)
+"""
+    )
+    workers, (fork,) = told(process), told(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    assert_gone(workers)
+    assert not gone(fork)
+    os.kill(fork, signal.SIGKILL)
+
+
 def test_the_verifier_and_its_workers_never_load_torch() -> None:
     code = (
         f"import sys; sys.path.insert(0, {ROOT!r}); import qerl.reward.worker; "

@@ -146,6 +146,8 @@ def test_an_idle_worker_that_dies_beside_a_busy_one_touches_no_verdict() -> None
         assert small.verify([HANG], ["42"])[0].reason == "took longer than 1 s"
         assert len(small.pids) == 2
         assert idle not in small.pids
+        verdicts = small.verify([r"\boxed{42}"] * 4, ["42"] * 4)  # and nothing is left in flight
+        assert all(verdict.correct for verdict in verdicts)
 
 
 def test_a_lost_fork_server_is_started_again() -> None:

@@ -245,14 +245,24 @@ def test_progress_counts_every_sequence(engine, prompts):
     assert seen[-1] == (20, 20)
 
 
-def test_sync_in_the_middle_of_a_rollout_is_refused(engine, prompts):
+@pytest.mark.parametrize("interference", ["sync", "generate"])
+def test_interference_with_a_rollout_is_refused(engine, prompts, interference):
     def interfere(done: int, total: int) -> None:
-        engine.sync()
+        if interference == "sync":
+            engine.sync()
+        else:
+            _draw(engine, prompts)
 
     sampling = Sampling(group_size=4, max_new_tokens=12)
-    with pytest.raises(RuntimeError, match="sync during generate"):
+    with pytest.raises(RuntimeError, match="a rollout is in flight"):
         engine.generate(prompts, sampling, seed=0, rollout_step=0, progress=interfere)
     engine.sync()
+
+
+def test_hot_sampling_draws_from_the_whole_vocabulary(engine, policy, prompts):
+    rollouts = _draw(engine, prompts, group_size=40, max_new_tokens=6, temperature=50.0)
+    drawn = set(rollouts.completions[rollouts.mask].tolist())
+    assert len(drawn) > 0.95 * policy.spec.vocab_size
 
 
 def test_sampling_with_the_adapters_off_is_refused(engine, policy, prompts):

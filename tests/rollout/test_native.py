@@ -61,6 +61,16 @@ def test_chunks_of_prefill_change_no_sample(policy, prompts):
         _assert_same_samples(expected, _draw(_engine(policy, prefill_tokens=tokens), prompts))
 
 
+def test_a_pass_of_prefill_stays_within_its_tokens(policy, prompts):
+    sizes: list[int] = []
+    policy.decoder.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    # Parts of 3, 40, 20, 2 and 5 tokens, in the order of admission.
+    for limit, largest, passes in ((1000, 70, 1), (50, 43, 2), (1, 40, 5)):
+        sizes.clear()
+        _draw(_engine(policy, prefill_tokens=limit), prompts, max_new_tokens=1)
+        assert (max(sizes), len(sizes), sum(sizes)) == (largest, passes, 70)
+
+
 def test_each_shared_token_is_computed_once(policy, prompts):
     # Four prompts share 40 tokens, which are 5 full pages; they go on for 5, 20, 0 and 2 tokens,
     # and the fifth prompt has 3.

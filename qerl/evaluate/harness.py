@@ -7,16 +7,13 @@ because samples of one problem are not independent draws from the benchmark.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from qerl.reward.reward import Reward
 from qerl.rollout.engine import Engine
-from qerl.training.learner import PolicyLearner
 from qerl.types import Prompts, Rollouts, Sampling, Scored
 
 # Seeds derive from the rollout step; evaluation has one of its own, so that every evaluation of a
@@ -87,47 +84,3 @@ def evaluate(
     marks = [math.nan if v.correct is None else float(v.correct) for v in scored.verdicts]
     correct = torch.tensor(marks).view(len(prompts), rollouts.group_size)  # [P, G]
     return Evaluation(rollouts=rollouts, scored=scored, correct=correct)
-
-
-class HeldOut(Callback):
-    """Evaluates on held-out problems before the first step and after the last.
-
-    The result before training is part of the checkpoint, so that a resumed run compares with the
-    start of the run and not with its own.
-    """
-
-    def __init__(self, prompts: Prompts, sampling: Sampling, *, before: bool, after: bool) -> None:
-        self.prompts = prompts
-        self.sampling = sampling
-        self.before = before
-        self.after = after
-        self.results: dict[str, dict[str, float]] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.before and "before" not in self.results:
-            self._run("before", pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        learner = cast(PolicyLearner, pl_module)
-        if self.after and learner.rollout_step >= learner.settings.max_steps:
-            self._run("after", pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"results": self.results}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.results = dict(state_dict["results"])
-
-    def _run(self, when: str, module: LightningModule) -> None:
-        learner = cast(PolicyLearner, module)
-        parts = learner.parts
-        result = evaluate(
-            parts.engine,
-            self.prompts,
-            self.sampling,
-            parts.reward,
-            parts.decode,
-            seed=learner.settings.seed,
-            progress=lambda done, total: learner.phase(f"held-out {when}", done, total),
-        )
-        self.results[when] = result.summary()
