@@ -45,7 +45,10 @@ def test_the_toy_task_is_learned_and_held_out_problems_with_it(composed: Compose
             "noise=none",
         )
     )
-    rewards = _record()["curves"]["train/reward"]["values"]  # type: ignore[index]
+    curves = _record()["curves"]
+    rewards = curves["train/reward"]["values"]  # type: ignore[index]
+    peaks = curves["memory/peak_gib"]["values"]  # type: ignore[index]
+    assert peaks[-1] - peaks[9] < 0.02, "memory grows with the steps"
     assert sum(rewards[:4]) / 4 < 0.4
     assert sum(rewards[-4:]) / 4 > 0.9
     summary = _record()["summary"]
