@@ -5,7 +5,9 @@ prompts, the noise's state and the callbacks' curves; never the frozen base. Sam
 random state: each sequence's seed derives from (seed, rollout step, prompt, sample).
 """
 
+import logging
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,6 +16,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step-(\d{6})\.ckpt")
 
 
@@ -21,6 +25,11 @@ class Clocked(Protocol):
     """The part of the learner that names a checkpoint."""
 
     rollout_step: int
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rollout step is done."""
+        ...
 
 
 class CheckpointError(RuntimeError):
@@ -53,10 +62,41 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` by rising rollout step; other files, copies too, do not count."""
+    return sorted(path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name))
+
+
 def latest(folder: Path) -> Path | None:
     """The checkpoint with the highest rollout step in `folder`; None where there is none."""
-    found = [path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)]
-    return max(found, default=None)
+    return max(checkpoints(folder), default=None)
+
+
+def latest_whole(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint in `folder` that can be read, and the learner's state in it.
+
+    Raises:
+        CheckpointError: there is none; names those that are damaged.
+    """
+    damaged = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            # Mapped, so that only what is asked for is read; the trainer loads it whole later.
+            saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+            state: dict[str, Any] = saved["qerl"]
+        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
+            log.warning("%s is damaged (%s); trying the one before it", path, _first_line(error))
+            damaged.append(path.name)
+            continue
+        return path, state
+    found = f"only damaged ones ({', '.join(damaged)})" if damaged else "none"
+    raise CheckpointError(
+        f"{folder}: no checkpoint step-*.ckpt to resume from, {found}; start a new run"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 class Checkpoints(Callback):
@@ -70,6 +110,9 @@ class Checkpoints(Callback):
         self.keep = keep
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            for left in self.folder.glob("step-*.partial-*"):  # of a process that was killed
+                left.unlink()
         if latest(self.folder) is None:
             self._save(trainer, pl_module)
 
@@ -81,7 +124,9 @@ class Checkpoints(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if cast(Clocked, pl_module).rollout_step % self.every == 0 or trainer.should_stop:
+        clock = cast(Clocked, pl_module)
+        # The last step is saved here and not at the end: an evaluation may come between the two.
+        if clock.rollout_step % self.every == 0 or trainer.should_stop or clock.is_finished:
             self._save(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,7 +137,7 @@ class Checkpoints(Callback):
         if not target.exists():
             trainer.save_checkpoint(target)
         if trainer.is_global_zero:
-            for old in sorted(self.folder.glob("step-*.ckpt"))[: -self.keep]:
+            for old in checkpoints(self.folder)[: -self.keep]:
                 old.unlink()
 
 

@@ -67,14 +67,30 @@ def all_max(tensor: Tensor) -> Tensor:
     return highest
 
 
-def mean_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Mean of each metric over the processes that have it; processes hold equal shares."""
+# Counts and rates of which every process has its own share; all other metrics are means.
+_SHARES = (
+    "rollout/tokens",
+    "rollout/tok_per_s",
+    "rollout/prefill_tokens",
+    "rollout/groups_drawn",
+    "rollout/peak_kv_gib",
+)
+
+
+def merged_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The run's metrics out of each process's: shares are added, the others averaged.
+
+    Processes hold equal numbers of prompts, so the mean of their means is the mean.
+    """
     if not is_distributed():
         return metrics
     every = [item for item in gather_objects(metrics) if isinstance(item, dict)]
     names = list(dict.fromkeys(name for item in every for name in item))
     found = {name: [item[name] for item in every if name in item] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {
+        name: sum(values) / (1 if name in _SHARES else len(values))
+        for name, values in found.items()
+    }
 
 
 def assert_equal(tensors: Iterable[Tensor], what: str) -> None:

@@ -50,6 +50,10 @@ class SamplerIsNotPolicyError(RuntimeError):
     """Sampler and trainer disagree on tokens on which they must agree."""
 
 
+class NothingToLearnError(RuntimeError):
+    """Every group that was drawn is all right or all wrong."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepView:
     """The step that just ended, for observers."""
@@ -94,7 +98,7 @@ class LoopSettings:
     def __post_init__(self) -> None:
         if self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps}: at least 1 rollout step")
-        if self.grad_clip <= 0:
+        if not self.grad_clip > 0:  # a NaN is not above 0 either
             raise ValueError(f"grad_clip={self.grad_clip}: a gradient norm above 0")
 
 
@@ -111,8 +115,14 @@ class PolicyLearner(LightningModule):
         self.rollout_step = 0
         self.updates_done = 0
         self.cursor = 0
+        """Prompts drawn so far, over all processes."""
         self.observers: list[Observer] = []
         self.last_step: StepView | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rollout step is done."""
+        return self.rollout_step >= self.settings.max_steps
 
     def training_step(self, batch: int, batch_idx: int) -> None:
         """One rollout step: sample, score, credit, update."""
@@ -129,7 +139,7 @@ class PolicyLearner(LightningModule):
         is spent; the metrics describe everything that was drawn.
 
         Raises:
-            RuntimeError: dynamic sampling spent its budget without one group to learn from.
+            NothingToLearnError: dynamic sampling spent its budget without one group to learn from.
         """
         algorithm = self.parts.algorithm
         local = algorithm.prompts_per_step // self.trainer.world_size
@@ -140,12 +150,13 @@ class PolicyLearner(LightningModule):
         while True:
             pairs = [(rollouts, scored) for rollouts, scored, _ in draws]
             selection = algorithm.dynamic_sampling.select(pairs, local)
-            if selection.status != "drawing":
+            # All processes draw while one has to, so that they share one place in the prompts.
+            if distributed.sum_over_processes(float(selection.status == "drawing")) == 0:
                 break
             draws.append(self._draw(len(draws)))
+        if distributed.sum_over_processes(float(selection.groups_mixed)) == 0:
+            raise NothingToLearnError(selection.describe())
         if selection.status == "exhausted":
-            if distributed.sum_over_processes(float(selection.groups_mixed)) == 0:
-                raise RuntimeError(selection.describe())
             log.warning(selection.describe())
         metrics = self._sampling_metrics(draws) | selection.metrics()
         return selection.rollouts, selection.scored, metrics
@@ -322,7 +333,7 @@ class PolicyLearner(LightningModule):
             "train/optimizer_step": float(self.updates_done),
             "train/epoch": self.parts.prompts.epoch(self.cursor),
         }
-        metrics = distributed.mean_metrics(metrics)
+        metrics = distributed.merged_metrics(metrics)
         self.last_step = StepView(
             rollout_step=self.rollout_step, metrics=metrics, rollouts=rollouts, scored=scored
         )
@@ -357,7 +368,7 @@ class PolicyLearner(LightningModule):
         checkpoint["qerl"] = {
             "rollout_step": self.rollout_step,
             "optimizer_step": self.updates_done,
-            "cursors": distributed.gather_objects(self.cursor),
+            "cursor": self.cursor,
             "noise": self.parts.noise.state_dict(),
             "identity": dict(self.settings.identity),
             "torch_rng": torch.get_rng_state(),
@@ -369,7 +380,7 @@ class PolicyLearner(LightningModule):
         self.parts.noise.load_state_dict(saved["noise"])
         self.rollout_step = saved["rollout_step"]
         self.updates_done = saved["optimizer_step"]
-        self.cursor = saved["cursors"][self.trainer.global_rank]
+        self.cursor = saved["cursor"]
         torch.set_rng_state(saved["torch_rng"])
 
 

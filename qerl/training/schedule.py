@@ -24,7 +24,7 @@ class LearningRate:
     decay: Literal["constant", "cosine"] = "cosine"
 
     def __post_init__(self) -> None:
-        if self.peak <= 0:
+        if not self.peak > 0:  # a NaN is not above 0 either
             raise ValueError(f"peak={self.peak}: a learning rate above 0")
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share={self.warmup_share}: in [0, 1)")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.training.checkpoint import AtomicCheckpointIO, CheckpointError, check_same_run, latest
+from qerl.training.checkpoint import (
+    AtomicCheckpointIO,
+    CheckpointError,
+    check_same_run,
+    latest,
+    latest_whole,
+)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(
@@ -39,3 +45,20 @@ def test_another_run_is_refused_with_what_differs() -> None:
         check_same_run(saved, {"seed": 0, "algorithm.group_size": 4})
     with pytest.raises(CheckpointError, match=r"noise: None -> 1"):
         check_same_run(saved, {**saved, "noise": 1})
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_whole_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = AtomicCheckpointIO()
+    for step in (1, 2, 3):
+        io.save_checkpoint({"qerl": {"rollout_step": step}}, tmp_path / f"step-00000{step}.ckpt")
+    whole = (tmp_path / "step-000002.ckpt").read_bytes()
+    (tmp_path / "step-000002.ckpt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "step-000003.ckpt").write_bytes(b"")
+    path, state = latest_whole(tmp_path)
+    assert (path.name, state) == ("step-000001.ckpt", {"rollout_step": 1})
+    assert "step-000003.ckpt is damaged" in caplog.text
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"only damaged ones \(step-000003"):
+        latest_whole(tmp_path)

@@ -42,3 +42,22 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     assert max(one["train/grad_norm"]["values"]) > 0, "nothing was learned from"  # type: ignore[index]
     for name in ("train/reward", "train/loss", "train/grad_norm", "rollout/length_mean"):
         assert two[name]["values"] == pytest.approx(one[name]["values"], rel=1e-4, abs=1e-6), name  # type: ignore[index]
+
+
+@pytest.mark.timeout(280)
+def test_dynamic_sampling_of_two_processes_stays_in_step(tmp_path: Path) -> None:
+    record = _run(
+        tmp_path / "dapo",
+        "trainer=ddp",
+        "trainer.compute.device=cpu",
+        "trainer.backend=gloo",
+        "algorithm=dapo",
+        "algorithm.group_size=4",
+        "algorithm.prompts_per_step=4",
+        "algorithm.dynamic_sampling.max_rollouts=40",
+        "trainer.max_steps=3",
+    )
+    draws = record["curves"]["rollout/draws"]["values"]  # type: ignore[index]
+    assert len(draws) == 3
+    assert max(draws) > 1
+    assert all(draw == int(draw) for draw in draws), "processes drew different numbers of times"

@@ -7,9 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
+
+from qerl import build
+from qerl.training.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,8 +31,11 @@ def _start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.timeout(200)
-def test_ctrl_c_saves_says_how_to_resume_and_that_command_completes_the_run(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_saves_says_how_to_resume_and_that_command_completes_the_run(
+    tmp_path: Path, number: int, status: int
 ) -> None:
     steps = 400
     run = _start(
@@ -43,11 +51,11 @@ def test_ctrl_c_saves_says_how_to_resume_and_that_command_completes_the_run(
     for line in run.stdout:
         said.append(line)
         if line.startswith("step 3/"):
-            run.send_signal(signal.SIGINT)
+            run.send_signal(number)
             break
     said.append(run.stdout.read())
     text = "".join(said)
-    assert run.wait() == 130, text
+    assert run.wait() == status, text
     assert "finishing the step in progress" in text
     found = re.search(r"python train\.py (.*resume=\S+)", text)
     assert found, text
@@ -75,3 +83,24 @@ def test_a_refusal_is_one_line_and_a_failing_exit_status(tmp_path: Path) -> None
     assert "Traceback" not in out
     last = out.strip().splitlines()[-1]
     assert last.startswith("error: algorithm.group_size=1: ")
+
+
+@pytest.mark.timeout(100)
+def test_a_refused_resume_changes_nothing_in_the_run_folder(
+    composed: Callable[..., DictConfig],
+) -> None:
+    small = ("experiment=smoke", "trainer.max_steps=1", "trainer.evaluation.problems=0")
+    build.train(composed(*small, "logger=none", "trainer=cpu"))
+    run_dir = next(Path("out").glob("*/*"))
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"algorithm\.temperature: 1\.0 -> 0\.5"):
+        build.train(
+            composed(
+                *small,
+                "logger=none",
+                "trainer=cpu",
+                "algorithm.temperature=0.5",
+                f"resume={run_dir}",
+            )
+        )
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
