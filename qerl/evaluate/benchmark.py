@@ -39,7 +39,7 @@ class Display(Protocol):
         ...
 
     def chunk(self, mode: str, done: int, total: int, rows: Sequence[Row], seconds: float) -> None:
-        """`done` of `total` problems have `rows`, the newest after `seconds` (0: read, not drawn)."""
+        """`done` of `total` problems have `rows`; the newest took `seconds`, 0 if only read."""
         ...
 
 
@@ -72,18 +72,17 @@ def run_benchmark(
     for mode in modes:
         rows = found.setdefault(mode.name, [])
         for part in _parts(prompts, chunk):
-            started = time.monotonic()
             kept = store.take(mode.name, part.ids, mode.sampling.group_size)
+            seconds = 0.0
             if kept is None:
                 made = made or harness()
+                started = time.monotonic()  # loading the model is no part of the chunk's time
                 kept = _draw(made, part, mode, seed, display)
                 store.add(kept)
-                rows += kept
-            else:
-                started, rows = time.monotonic(), rows
-                rows += kept
+                seconds = time.monotonic() - started
+            rows += kept
             done = len(rows) // mode.sampling.group_size
-            display.chunk(mode.name, done, len(prompts), rows, time.monotonic() - started)
+            display.chunk(mode.name, done, len(prompts), rows, seconds)
     return found
 
 
@@ -92,9 +91,7 @@ def _parts(prompts: Prompts, chunk: int) -> Iterator[Prompts]:
         yield prompts.take(list(range(start, min(start + chunk, len(prompts)))))
 
 
-def _draw(
-    harness: Harness, prompts: Prompts, mode: Mode, seed: int, display: Display
-) -> list[Row]:
+def _draw(harness: Harness, prompts: Prompts, mode: Mode, seed: int, display: Display) -> list[Row]:
     result = evaluate(
         harness.engine,
         prompts,

@@ -57,9 +57,7 @@ def estimate(per_problem: Sequence[float], samples: int) -> Estimate:
     else:
         margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
         low, high = max(0.0, mean - margin), min(1.0, mean + margin)
-    return Estimate(
-        mean=mean, standard_error=error, low=low, high=high, problems=n, method=method
-    )
+    return Estimate(mean=mean, standard_error=error, low=low, high=high, problems=n, method=method)
 
 
 def standard_error(values: Sequence[float]) -> float:
