@@ -4,6 +4,7 @@ python scripts/render.py            write results/tables, docs/img and the READM
 python scripts/render.py --check    write nothing; exit 1 where something differs from the records
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +58,8 @@ def readme(tables: dict[str, str]) -> str:
         begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
         if begin in text:
             head, _, rest = text.partition(begin)
+            if end not in rest:
+                raise ValueError(f"README.md: {begin.strip()} has no {end} after it")
             text = head + begin + table + end + rest.partition(end)[2]
     return text
 
@@ -70,7 +73,9 @@ def quickstart(records: list[Record]) -> list[Record]:
 def main() -> None:
     """Render, or check that nothing needs rendering."""
     records = find(ROOT / "results")
-    check = "--check" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description="Render tables and the README from the records.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail on a difference")
+    check = parser.parse_args().check
     changed: list[Path] = []
     tables = {"sizes": sizes()}
     for spec in specs():
@@ -85,7 +90,8 @@ def main() -> None:
     runs = quickstart(records)
     if runs and not check:
         FIGURE.parent.mkdir(parents=True, exist_ok=True)
-        plot_curves({"quickstart, seeds 0-2": runs}, FIGURE)
+        seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in runs}))
+        plot_curves({f"quickstart, seeds {seeds}": runs}, FIGURE)
     for path in changed:
         print(f"{'differs from the records' if check else 'rendered'}: {path.relative_to(ROOT)}")
     if check and changed:

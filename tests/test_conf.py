@@ -141,12 +141,16 @@ def test_an_unknown_option_is_refused_with_those_there_are(composed: Compose) ->
     ("overrides", "says"),
     [
         (["algorithm.group_size=1"], r"group_size=1: .*at least 2.*group_size=8"),
-        (["trainer.devices=2", "algorithm.prompts_per_step=3"], r"prompts_per_step=3 .*devices=2"),
+        (
+            ["trainer.devices=2", "trainer.backend=gloo", "algorithm.prompts_per_step=3"],
+            r"prompts_per_step=3 .*devices=2",
+        ),
         (["resume=out/nowhere"], r"resume=out/nowhere: no such run folder"),
         (["trainer.checkpoint_every=0"], r"checkpoint_every=0: a whole number, at least 1"),
         (["algorithm.group_size=four"], r"group_size=four: a whole number"),
         (["trainer.max_steps=2.5"], r"max_steps=2.5: a whole number"),
         (["trainer.grad_clip=nan"], r"grad_clip=nan"),
+        (["trainer=ddp"], r"backend=nccl: .*none is visible; use trainer\.backend=gloo"),
         (["noise.schedule.stages=2"], r"stages=2"),
         (["algorithm.temperature=0.0"], r"temperature=0\.0: above 0"),
         (["data=gsm8k", "data.path=/nowhere"], r"/nowhere"),
