@@ -1,5 +1,6 @@
 """The folder of an evaluation keeps whole chunks, drops torn ones and refuses other settings."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ def test_what_was_added_is_there_again(tmp_path: Path) -> None:
     assert again.take("greedy", ["a", "b"], 2) is None
 
 
-@pytest.mark.parametrize("cut", [1, 5, 40, 120])
+LINE = len(json.dumps(rows("d")[1], ensure_ascii=False).encode("utf-8", "backslashreplace")) + 1
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40, LINE, 2 * LINE, 120])
 def test_a_torn_chunk_is_drawn_again_whole(tmp_path: Path, cut: int) -> None:
     store = reopened(tmp_path)
     store.add(rows("a", "b"))
