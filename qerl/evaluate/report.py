@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from tabulate import tabulate
 
@@ -67,14 +68,14 @@ def chart(records: Sequence[Record], path: Path) -> Path:
                 error = record.summary[f"{key}_stderr"]
                 bars.append(
                     Bar(
-                        label="\n".join(_labels(record)),
+                        label="\n".join(w for name in _labels(record) for w in wrap(name, 10)),
                         value=100 * record.summary[key],
                         stderr=100 * error if math.isfinite(error) else None,
                         series=_heading(mode, records),
                     )
                 )
-    title = f"{records[0].config['evaluation']['benchmark']}, ± 1 s.e. over problems"
-    return bar_chart(bars, path, label="accuracy (%)", title=title, form=".1f")
+    title = str(records[0].config["evaluation"]["benchmark"])
+    return bar_chart(bars, path, label="accuracy ± 1 s.e. (%)", title=title, form=".1f")
 
 
 def _identity(record: Record) -> str:

@@ -108,13 +108,17 @@ class Checkpoints(Callback):
         self.folder = folder
         self.every = every
         self.keep = keep
+        self._saved: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             for left in self.folder.glob("step-*.partial-*"):  # of a process that was killed
                 left.unlink()
-        if latest(self.folder) is None:
+        # The first process's view for all: another may look when the file is already there.
+        if trainer.strategy.broadcast(latest(self.folder) is None):
             self._save(trainer, pl_module)
+        else:
+            self._saved = cast(Clocked, pl_module).rollout_step
 
     def on_train_batch_end(
         self,
@@ -133,9 +137,12 @@ class Checkpoints(Callback):
         self._save(trainer, pl_module)
 
     def _save(self, trainer: Trainer, module: LightningModule) -> None:
-        target = self.folder / f"step-{cast(Clocked, module).rollout_step:06d}.ckpt"
-        if not target.exists():
-            trainer.save_checkpoint(target)
+        """Save this rollout step once; every process takes part in every save."""
+        step = cast(Clocked, module).rollout_step
+        if step == self._saved:
+            return
+        trainer.save_checkpoint(self.folder / f"step-{step:06d}.ckpt")
+        self._saved = step
         if trainer.is_global_zero:
             for old in checkpoints(self.folder)[: -self.keep]:
                 old.unlink()
