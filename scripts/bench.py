@@ -3,6 +3,7 @@
 python scripts/bench.py bench=kernels
 python scripts/bench.py bench=kernels bench.peers=[cublas,humming] bench.geometries=[7b]
 python scripts/bench.py bench=layers
+python scripts/bench.py bench=rollout bench.geometries=[7b,32b]
 """
 
 import json
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """One number a measurement: ``<geometry>/<tokens>/<kernel>_us``."""
+    """One number a measurement, named by what was measured and its unit."""
     summary = {}
     for row in rows:
         if row["section"] == "linears":
@@ -32,6 +33,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
             summary[f"{row['geometry']}/{row['tokens']}/{name}_us"] = row["us"]
         elif row["section"] == "layer":
             summary[f"{row['geometry']}/{row['batch']}/rank{row['rank']}_us"] = row["layer_us"]
+        elif row["section"] == "rollout":
+            name = f"{row['geometry']}/{row['format']}/{row['batch']}"
+            summary[f"{name}/tok_per_s"] = row["tok_per_s"]
     return summary
 
 

@@ -3,8 +3,9 @@
     y = x Wᵀ + b + (alpha / rank) · (x Aᵀ) Bᵀ
 
 W stays packed: the forward and the backward each unpack it, use it and drop it, and autograd keeps
-only the packed bytes. A and B are fp32 masters (an update of 1e-6 would round away in bf16) that
-are cast to the compute dtype on each use.
+only the packed bytes. Where they lie in tile order (`resident`), a kernel unpacks them. A and B are
+fp32 masters (an update of 1e-6 would round away in bf16) that are cast to the compute dtype on each
+use.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qerl.model.resident import Packed, TiledPacked
 from qerl.model.spec import LINEARS
 from qerl.quant.packed import PackedWeight
 
@@ -66,7 +68,7 @@ class FrozenLinear(nn.Module):
     bias: Tensor | None
     shadow: Tensor | None
 
-    def __init__(self, packed: PackedWeight, bias: Float[Tensor, " N"] | None = None) -> None:
+    def __init__(self, packed: Packed, bias: Float[Tensor, " N"] | None = None) -> None:
         super().__init__()
         self.packed = packed
         self.register_buffer("bias", bias, persistent=False)
@@ -85,6 +87,13 @@ class FrozenLinear(nn.Module):
         """
         self.shadow = None if dtype is None else self.packed.dequantize(dtype)
 
+    def hold(self, packed: Packed) -> None:
+        """Hold the same weight where `packed` has it; a dense copy that was its tensor follows."""
+        aliased = self.shadow is not None and self.shadow_bytes == 0
+        self.packed = packed
+        if aliased and self.shadow is not None:
+            self.set_shadow(self.shadow.dtype)
+
     @property
     def shadow_bytes(self) -> int:
         """Bytes the dense copy takes; 0 without one, and where it is the stored tensor itself."""
@@ -96,7 +105,10 @@ class FrozenLinear(nn.Module):
         """The rows x Wᵀ + b in the dtype of `x`, which is the compute dtype."""
         if self.shadow is not None:
             return functional.linear(x, self.shadow, self.bias)
-        y = packed_matmul(x, self.packed)
+        if isinstance(self.packed, TiledPacked):
+            y = self.packed.matmul(x)
+        else:
+            y = packed_matmul(x, self.packed)
         return y if self.bias is None else y + self.bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FrozenLinear":
@@ -135,7 +147,7 @@ class LoRALinear(nn.Module):
         return self.base.shape
 
     @property
-    def packed(self) -> PackedWeight:
+    def packed(self) -> Packed:
         """The frozen weight."""
         return self.base.packed
 

@@ -55,11 +55,11 @@ def random_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
         name: (
             torch.ones(shape) if std is None else torch.randn(shape, generator=generator).mul_(std)
         ).to(torch.bfloat16)
-        for name, shape, std in _tensors(spec)
+        for name, shape, std in tensors(spec)
     }
 
 
-def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+def tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
     """Name, shape and standard deviation (None: all ones) of every tensor of a checkpoint."""
     D = spec.hidden_size
     yield "model.embed_tokens.weight", (spec.vocab_size, D), 0.1

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from qerl.model.cascade import Part, flash_forward
 from qerl.rollout.pages import PagePool
 from qerl.rollout.scheduler import Prefill
 from qerl.rollout.scheduler import Sequence as Running
@@ -26,13 +27,14 @@ from qerl.rollout.scheduler import Sequence as Running
 class PrefillAttend:
     """Causal attention of prompt parts, each after the pages that come before it."""
 
-    def __init__(self, pool: PagePool, prefills: Sequence[Prefill]) -> None:
+    def __init__(self, pool: PagePool, prefills: Sequence[Prefill], *, flash: bool = False) -> None:
         """Index the parts of one prefill pass.
 
         Args:
             pool: holds the pages of every prompt up to its end.
             prefills: parts that lie end to end on the token axis. A part may follow pages which
                 another part of the same pass fills, since a layer writes before it reads.
+            flash: one variable-length flash call for all parts; CUDA and 16-bit dtypes only.
         """
         self._pool = pool
         device, size = pool.keys.device, pool.page_size
@@ -53,6 +55,9 @@ class PrefillAttend:
             self._parts.append((slice(end, end + own), context.to(device), mask))
             end += own
         self._slots = torch.cat(slots).to(device)  # [S]
+        self._flash = None
+        if flash:
+            self._flash = _flash_part(prefills, [context for _, context, _ in self._parts], device)
 
     def __call__(
         self,
@@ -65,6 +70,12 @@ class PrefillAttend:
         keys, values = self._pool.layer_slots(layer)  # [Hk, slots, Dh]
         keys.index_copy_(1, self._slots, k.transpose(0, 1))
         values.index_copy_(1, self._slots, v.transpose(0, 1))
+        if self._flash is not None:
+            if self._flash.key_rows is not None:
+                context = self._flash.key_rows
+                k = keys.index_select(1, context).transpose(0, 1)  # [tokens, Hk, Dh]
+                v = values.index_select(1, context).transpose(0, 1)
+            return flash_forward(q, k, v, self._flash)[0]
         out = torch.empty_like(q)
         for rows, context, mask in self._parts:
             if mask is None:
@@ -81,6 +92,25 @@ class PrefillAttend:
             )
             out[rows] = mixed[0].transpose(0, 1)
         return out
+
+
+def _flash_part(prefills: Sequence[Prefill], contexts: list[Tensor], device: torch.device) -> Part:
+    """All parts as one variable-length flash call, whose causal mask ends at each last key."""
+    own = [len(prefill.prompt.tokens) - prefill.start for prefill in prefills]
+    whole = [len(prefill.prompt.tokens) for prefill in prefills]
+
+    def ends(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    return Part(
+        query_rows=None,
+        key_rows=torch.cat(contexts) if own != whole else None,
+        query_ends=ends(own),
+        key_ends=ends(whole),
+        longest_query=max(own),
+        longest_key=max(whole),
+        causal=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import (
+    advance,
     dequant,
     layout,
     lora,
@@ -86,6 +87,29 @@ def case_norm_adds_parts_and_lora() -> None:
                 close(out[:M], want)
                 close(residual, kept)
                 assert bool((out[M:] == 7).all()), "rows past M were written"
+
+
+def case_advance_equals_its_reference() -> None:
+    advance.runs_kernels = lambda x: True
+    some = advance.Rows.allocate(7, 3, 40, torch.device("cpu"))
+    some.own_pages.copy_(torch.randperm(21).view(7, 3) + 1)
+    some.lengths.copy_(torch.tensor([0, 1, 15, 16, 39, 5, 5]))
+    some.caps.fill_(40)
+    some.prompt_lengths.copy_(torch.arange(7) * 3)
+    some.live.copy_(torch.tensor([1, 1, 1, 1, 1, 0, 1]))
+    for ends in ([-1], [8, 9]):
+        tokens = torch.tensor([3, 9, 4, 8, 5, 9, 6])
+        every = torch.arange(7)
+        found, want = some.take(every), some.take(every)
+        for _ in range(2):
+            advance.advance(found, tokens, torch.rand(7), torch.tensor(ends), 16, pdl=0)
+            advance.advance_reference(want, tokens, found.logprobs.amax(1), torch.tensor(ends), 16)
+        for name in advance.Rows.__dataclass_fields__:
+            if name != "logprobs":
+                assert torch.equal(getattr(found, name), getattr(want, name)), name
+        assert found.live.tolist() == (
+            [1, 1, 1, 1, 0, 0, 1] if ends == [-1] else [1, 0, 1, 0, 0, 0, 1]
+        )
 
 
 def case_silu_mul_adds_parts_and_lora() -> None:

@@ -7,7 +7,18 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qerl.kernels import dequant, lint, lora, norm, paged_attention, rope, sample, swiglu, w4a16
+from qerl.kernels import (
+    advance,
+    dequant,
+    lint,
+    lora,
+    norm,
+    paged_attention,
+    rope,
+    sample,
+    swiglu,
+    w4a16,
+)
 from qerl.kernels.tiles import Plan, table
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -19,6 +30,11 @@ SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         dequant._dequantize_kernel,
         (I32, I32, F32, BF16, 4608, 3584, 56),
         {"KB": 4},
+    ),
+    "advance": (
+        advance._advance_kernel,
+        (I64, F32, *(I64,) * 12, F32, 512, 5, 2),
+        {"PAGE": 128, "PDL": 1, "num_warps": 1},
     ),
     "sum": (w4a16._sum_kernel, (F32, BF16, 5, 4608, 0, 3), {"B": 1024, "PDL": 1}),
     "reorder": (w4a16._mma_order_kernel, (BF16, BF16, 3584), {"B": 1024, "PDL": 1}),

@@ -22,11 +22,15 @@ EOS = 2
 def _engine(kind: str, policy, **options) -> Engine:
     # Both have to work in several batches: 5 prompts x 4 samples over 7 rows.
     if kind == "native":
-        return NativeEngine(policy, max_sequences=7, page_size=8, kv_budget_gib=0.05, **options)
+        options |= {"page_size": 8, "graphs": False}
+        return NativeEngine(policy, max_sequences=7, kv_budget_gib=0.05, **options)
+    if kind == "graphs":  # the steps that a GPU captures, uncaptured
+        options |= {"page_size": 16, "graphs": True}
+        return NativeEngine(policy, max_sequences=7, kv_budget_gib=0.05, **options)
     return HfEngine(policy, max_sequences=7, **options)
 
 
-@pytest.fixture(params=["native", "hf"])
+@pytest.fixture(params=["native", "graphs", "hf"])
 def kind(request) -> str:
     return request.param
 
@@ -310,7 +314,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine, make_prompts
 
 
 def test_an_engine_needs_a_row(kind, policy):
-    engine = NativeEngine if kind == "native" else HfEngine
+    engine = HfEngine if kind == "hf" else NativeEngine
     with pytest.raises(ValueError, match="max_sequences=0"):
         engine(policy, max_sequences=0)
 

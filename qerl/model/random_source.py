@@ -1,0 +1,57 @@
+"""A model of any architecture with random weights, made on the device as they are asked for."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from qerl.model import toy
+from qerl.model.spec import Geometry, ModelSpec
+
+
+class RandomSource:
+    """A checkpoint that nobody trained: for measurements of speed and memory."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str, seed: int = 0) -> None:
+        """Nothing is made yet; `seed` fixes the weights on one kind of device."""
+        self.name = f"random-{spec.family}"
+        self._spec = spec
+        self._device = device
+        self._seed = seed
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """One token per character, whatever the vocabulary of the model."""
+        return toy.build_tokenizer()
+
+    def config(self) -> PretrainedConfig:
+        """The architecture as a Hugging Face config."""
+        return self._spec.to_hf_config()
+
+    def generation_eos_ids(self) -> tuple[int, ...]:
+        """Those of the spec."""
+        return self._spec.eos_ids
+
+    def geometry(self) -> Geometry:
+        """The sizes."""
+        return self._spec
+
+    def weights(self) -> "RandomWeights":
+        """bf16 on the device, of the toy's distribution."""
+        return RandomWeights(self._spec, self._device, self._seed)
+
+
+class RandomWeights:
+    """Tensors drawn when they are read; none is kept."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str, seed: int) -> None:
+        self._tensors = {name: (shape, std) for name, shape, std in toy.tensors(spec)}
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint."""
+        return list(self._tensors)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor; the next call with the same name draws another."""
+        shape, std = self._tensors[name]
+        out = torch.ones(shape, dtype=torch.bfloat16, device=self._generator.device)
+        return out if std is None else out.normal_(std=std, generator=self._generator)

@@ -1,0 +1,149 @@
+"""How packed linears lie in a GPU's memory: in tile order, and side by side where they share x.
+
+Decode multiplies q, k, v at once, and gate, up at once. Their rows lie in one allocation, of which
+each linear holds its part as a view: training and decode read the same bytes, and a stacked matrix
+costs no memory. On Hopper, NVFP4 is held in the order that the decode kernels read (`TiledWeight`),
+instead of the checkpoint's, never beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.kernels.launch import is_hopper
+from qerl.kernels.layout import COLS, ROWS, TiledWeight, from_packed, to_e4m3, untile
+from qerl.quant.packed import Format, PackedWeight, check_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TiledPacked:
+    """A packed weight that lies in tile order; everything else as `PackedWeight`."""
+
+    format: Format
+
+    tiled: TiledWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.tiled.shape
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Copies of the checkpoint's tensors, made on each use: for hashes and exports."""
+        codes, scales = untile(self.tiled)
+        return {
+            "codes": codes,
+            "block_scale": to_e4m3(scales).view(torch.float8_e4m3fn),
+            "tensor_scale": self.tiled.tensor_scale[0].clone(),
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiled.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return self.tiled.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Float[Tensor, "N K"]:
+        """The weights that the bytes stand for, in `dtype`."""
+        check_dtype(dtype)
+        return self._rows_by_rows().dequantize(dtype)
+
+    def matmul(self, x: Float[Tensor, "S K"]) -> Float[Tensor, "S N"]:
+        """The product x Wᵀ, differentiable in x: unpacked by a kernel, used and dropped."""
+        from qerl.kernels.dequant import frozen_linear  # triton, where nothing else needs it
+
+        return frozen_linear(x, self.tiled)
+
+    def to(self, device: torch.device | str) -> "TiledPacked | PackedWeight":
+        """The same weight on `device`; in the checkpoint's order where that is another one."""
+        there = torch.device(device)
+        if there.type == self.device.type and there.index in (None, self.device.index):
+            return self
+        return self._rows_by_rows().to(device)
+
+    def data_ptrs(self) -> dict[str, int]:
+        """Address of each stored tensor."""
+        names = ("words", "scales", "tensor_scale")
+        return {n: t.data_ptr() for n, t in zip(names, self.tiled.parts(), strict=True)}
+
+    def _rows_by_rows(self) -> PackedWeight:
+        return PackedWeight(format=self.format, shape=self.shape, tensors=self.tensors)
+
+
+Packed = PackedWeight | TiledPacked
+"""A frozen weight as it lies in memory."""
+
+
+def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
+    """Weights that multiply one x, as they shall lie in memory.
+
+    On a CUDA device with bf16 compute, NVFP4 goes to tile order (Hopper; N % 32 == 0 and
+    K % 128 == 0, so that nothing is padded), bf16 stays as it is, and both lie side by side.
+    Everything else stays untouched.
+    """
+    weights = [weight for weight in packed if isinstance(weight, PackedWeight)]
+    if len(weights) < len(packed):
+        return list(packed)  # settled already
+    first = weights[0]
+    if first.device.type != "cuda" or dtype != torch.bfloat16:
+        return list(weights)
+    if first.format.name == "nvfp4" and is_hopper(first.device) and _whole_tiles(weights):
+        return _tiled(weights)
+    if first.format.name == "bf16" and len(weights) > 1:
+        stacked = torch.cat([w.tensors["weight"] for w in weights])  # [sum N, K]
+        parts = stacked.split([w.shape[0] for w in weights])
+        return [
+            PackedWeight(format=w.format, shape=w.shape, tensors={"weight": part})
+            for w, part in zip(weights, parts, strict=True)
+        ]
+    return list(weights)
+
+
+def _whole_tiles(weights: Sequence[PackedWeight]) -> bool:
+    return all(w.shape[0] % ROWS == 0 and w.shape[1] % COLS == 0 for w in weights)
+
+
+def _tiled(weights: Sequence[PackedWeight]) -> list[Packed]:
+    """Views of one stacked tiled weight."""
+    stacked = TiledWeight.stack([from_packed(weight) for weight in weights])
+    counts = [weight.shape[0] // ROWS for weight in weights]
+    parts = zip(*(tensor.split(counts) for tensor in stacked.parts()), strict=True)
+    return [
+        TiledPacked(format=weight.format, tiled=TiledWeight(weight.shape, *part))
+        for weight, part in zip(weights, parts, strict=True)
+    ]
+
+
+def stacked(weights: Sequence[Packed]) -> TiledWeight | Float[Tensor, "N K"] | None:
+    """The one matrix that `settle` laid side by side, as a view; None where they lie apart."""
+    if all(isinstance(w, TiledPacked) for w in weights):
+        tiled = [w.tiled for w in weights if isinstance(w, TiledPacked)]
+        parts = [_joined([t.parts()[i] for t in tiled]) for i in range(3)]
+        words, scales, tensor_scale = parts
+        if words is None or scales is None or tensor_scale is None:
+            return None
+        shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
+        return TiledWeight(shape, words, scales, tensor_scale)
+    if all(isinstance(w, PackedWeight) and w.format.name == "bf16" for w in weights):
+        return _joined([w.tensors["weight"] for w in weights])
+    return None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor of which `parts` are the successive rows, or None."""
+    first = parts[0]
+    at = first.storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.storage_offset() != at or part.stride() != first.stride():
+            return None
+        at += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
