@@ -3,9 +3,9 @@
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes of annotated functions and carriers are checked in tests and cost a run nothing.
-install_import_hook(
-    ["qerl.types", "qerl.quant", "qerl.algorithm", "qerl.noise"], "beartype.beartype"
-)
+# Not in qerl.noise: from Python 3.12 on, no run-time check sees that a module has a weight, since
+# torch keeps parameters out of the instance's own attributes.
+install_import_hook(["qerl.types", "qerl.quant", "qerl.algorithm"], "beartype.beartype")
 
 import os
 from collections.abc import Callable

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 _MARK = "carries_noise"
 
 
-@runtime_checkable
 class Norm(Protocol):
     """What noise needs to know of a norm: the scale it multiplies each channel with."""
 
