@@ -10,7 +10,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Device, compute type and memory modes; `auto` follows the machine and is resolved once."""
+    """Device, compute type and memory modes; `auto` follows the machine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where a device is visible, otherwise the CPU."""
