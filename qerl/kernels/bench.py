@@ -7,6 +7,7 @@ gate_up, down) whose weights rotate, so that each is read from memory and not fr
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from qerl.kernels.dequant import dequantize
 from qerl.kernels.layout import TiledWeight, dequantize_reference
 from qerl.kernels.lint import compile_plan
+from qerl.kernels.lora import SPLIT, Expand, shrink
+from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.peers import time_peer
 from qerl.kernels.tiles import Plan, plan_for
 from qerl.kernels.timing import graph_us, shapes
@@ -105,6 +108,46 @@ def check_plan(weight: TiledWeight, tokens: int, how: Plan, repeats: int = 200) 
     }
 
 
+def check_lora(
+    weight: TiledWeight, widths: Sequence[int], tokens: int, rank: int = 32, repeats: int = 200
+) -> dict[str, Any]:
+    """As `check_plan`, of norm, shrink and matmul with an adapter, launched one upon the other.
+
+    The matmul reads x without a wait of its own; x is poisoned before each run.
+    """
+    (n, k), how = weight.shape, plan(weight, tokens)
+    residual = torch.randn(tokens, k, device="cuda").bfloat16()
+    ones, stacked = torch.ones(k, device="cuda"), torch.randn(len(widths) * rank, k, device="cuda")
+    low, b = (stacked / k**0.5).bfloat16(), torch.randn(n, rank, device="cuda").bfloat16()
+    x = torch.empty(256, k, dtype=torch.bfloat16, device="cuda")
+    a = torch.empty(tokens, len(low), dtype=torch.bfloat16, device="cuda")
+    lora = Expand(a, b, tuple(widths))
+    space = Workspace.allocate([weight.shape], 256)
+    scratch = torch.empty(SPLIT * a.numel(), device="cuda")
+    counters = torch.zeros(256, dtype=torch.int32, device="cuda")
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+    rows = tokens if how.kernel == "gemv" else -(-tokens // how.token_tile) * how.token_tile
+    add_rms_norm(None, residual, ones, 1e-6, x)
+    given = x[:tokens].double()
+    product = given @ low.double().T  # [M, members * rank]
+    added = [
+        p @ c.T for p, c in zip(product.split(rank, 1), b.double().split(list(widths)), strict=True)
+    ]
+    want = given @ dequantize(weight).double().T + torch.cat(added, 1)
+    first, differing = None, 0
+    for _ in range(repeats):
+        for tensor in (x, a, out, space.partials, scratch):
+            tensor.fill_(float("nan"))
+        add_rms_norm(None, residual, ones, 1e-6, x, order=how.order)
+        shrink(x, low, a, scratch, counters, order=how.order)
+        sum_parts(w4a16_parts(x[:rows], weight, tokens, how, space, out, lora), how.pdl)
+        first = out.clone() if first is None else first
+        differing += int(not torch.equal(out, first))
+    assert first is not None
+    error = float((first.double() - want).norm() / want.norm())
+    return {"relative_error": error, "differing": differing, "repeats": repeats}
+
+
 def check_dequantize(weight: TiledWeight) -> bool:
     """True if the dequantise kernel equals the torch reference bit for bit."""
     out = torch.full(weight.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -126,8 +169,14 @@ def time_ours(layers: Layers) -> dict[str, float]:
     }
 
 
-def precompile(plans: Iterable[Plan], processes: int = 16) -> None:
-    """Fill triton's cache in parallel; a serial bench would compile for minutes."""
+def precompile(plans: Iterable[Plan], rank: int = 0, processes: int = 16) -> None:
+    """Fill triton's cache in parallel; a serial bench would compile for minutes.
+
+    Args:
+        plans: kernels of kind ``dense`` are left out.
+        rank: of the adapters that the matmuls add; 0 for none.
+        processes: at a time.
+    """
     codes = {
         (
             *(p.kernel, p.split > 1, p.warps, p.blocks, p.pdl),
@@ -137,11 +186,11 @@ def precompile(plans: Iterable[Plan], processes: int = 16) -> None:
         if p.kernel != "dense"
     }
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(_compile, codes.values(), chunksize=1)
+        pool.map(partial(_compile, rank), codes.values(), chunksize=1)
 
 
-def _compile(how: Plan) -> None:
-    compile_plan(how)
+def _compile(rank: int, how: Plan) -> None:
+    compile_plan(how, rank)
 
 
 def tune(

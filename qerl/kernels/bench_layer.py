@@ -100,16 +100,16 @@ class DecodeLayers:
         self.lora_a = {
             n: _random(len(self.members[n]) * self.rank, k) for n, (_, k) in linears.items()
         }
-        self.lora_b = {n: _random(self.rank, rows) for n, (rows, _) in linears.items()}
+        self.lora_b = {n: _random(rows, self.rank) for n, (rows, _) in linears.items()}
         ranks = {n: len(m) * self.rank for n, m in self.members.items()}
-        self.lora_x = {n: torch.empty(self.rows, r, device="cuda") for n, r in ranks.items()}
+        self.lora_x = {n: _random(self.rows, r) for n, r in ranks.items()}
         self.lora_parts = torch.empty(SPLIT * self.rows * 3 * max(self.rank, 1), device="cuda")
         self.lora_counters = torch.zeros(64, dtype=torch.int32, device="cuda")
 
     def _order(self, name: str) -> str:
         return self.plans[name].order
 
-    def _linear(self, layer: int, name: str) -> tuple[Parts, Expand | None]:
+    def _linear(self, layer: int, name: str) -> Parts:
         x, how = self.inputs[name], self.plans[name]
         lora = None
         if self.rank:
@@ -118,26 +118,21 @@ class DecodeLayers:
             lora = Expand(inner, self.lora_b[name], self.members[name])
         rows = x if how.kernel == "gemv" else x[: _padded(how, self.rows)]
         out = self.outputs[name]
-        parts = w4a16_parts(rows, self.weights[layer][name], self.rows, how, self.space, out)
-        return parts, lora
+        return w4a16_parts(rows, self.weights[layer][name], self.rows, how, self.space, out, lora)
 
     def step(self) -> None:
         """All layers once."""
         for layer in range(len(self.weights)):
             self.layer(layer)
-        self._norm(*self._linear(len(self.weights) - 1, "down"), "qkv")
+        self._norm(self._linear(len(self.weights) - 1, "down"), "qkv")
 
     def layer(self, layer: int) -> None:
         """One decoder layer; the norm of the layer after it is in the next call."""
-        down: tuple[Parts | None, Expand | None] = (None, None)
-        if layer:
-            down = self._linear(layer - 1, "down")
-        self._norm(*down, "qkv")
-        qkv, lora = self._linear(layer, "qkv")
+        self._norm(self._linear(layer - 1, "down") if layer else None, "qkv")
+        qkv = self._linear(layer, "qkv")
         keys, values = self.pages[layer]
         rope_and_store(
             *(qkv, self.heads, (self.positions, self.slots), self.q, (keys, values)),
-            lora=lora,
             carve=self._order("o") == "mma",
         )
         paged_attention(
@@ -149,14 +144,13 @@ class DecodeLayers:
             self.inputs["o"],
             order=self._order("o"),
         )
-        self._norm(*self._linear(layer, "o"), "gate_up")
-        gate_up, lora = self._linear(layer, "gate_up")
-        order = self._order("down")
-        silu_mul(gate_up, self.inputs["down"], lora=lora, order=order)
+        self._norm(self._linear(layer, "o"), "gate_up")
+        gate_up = self._linear(layer, "gate_up")
+        silu_mul(gate_up, self.inputs["down"], order=self._order("down"))
 
-    def _norm(self, parts: Parts | None, lora: Expand | None, following: str) -> None:
+    def _norm(self, parts: Parts | None, following: str) -> None:
         out, order = self.inputs[following], self._order(following)
-        add_rms_norm(parts, self.residual, self.norm, 1e-6, out, lora=lora, order=order)
+        add_rms_norm(parts, self.residual, self.norm, 1e-6, out, order=order)
 
     def attention(self) -> None:
         """The attention of all layers alone."""
@@ -212,7 +206,8 @@ class LayersBench:
     def run(self, rows: list[dict[str, Any]]) -> None:
         """Append one row a measurement to `rows`."""
         linears = [shape for geometry in self.geometries for shape in shapes(geometry).values()]
-        precompile(plan_for("NVIDIA H200", s, m) for s in linears for m in self.batches)
+        for rank in self.ranks:
+            precompile((plan_for("NVIDIA H200", s, m) for s in linears for m in self.batches), rank)
         for geometry in self.geometries:
             for batch in self.batches:
                 for rank in self.ranks:

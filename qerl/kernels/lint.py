@@ -184,8 +184,8 @@ def read_code(kernel: Any) -> Report:
     )
 
 
-def compile_plan(plan: Plan) -> Any:
-    """The compiled kernel of a gemv or gemm plan, for sm_90a."""
+def compile_plan(plan: Plan, rank: int = 0) -> Any:
+    """The compiled kernel of a gemv or gemm plan, for sm_90a; `rank` of its adapter, 0 for none."""
     # Imported here: an older or newer triton without Gluon's Hopper set fails in this function.
     from qerl.kernels import w4a16_gemm, w4a16_gemv
 
@@ -194,7 +194,9 @@ def compile_plan(plan: Plan) -> Any:
         if plan.kernel == "gemv":
             return w4a16_gemv._gemv_kernel.warmup(
                 *(i32, i32, i32, f32, f32, i32, bf16),
+                *(bf16, bf16, 3 * rank, 3584, 4096),
                 *(5, 4608, 3584, plan.split),
+                RANK=rank,
                 NW=plan.warps,
                 R=plan.blocks,
                 T=1,
@@ -215,7 +217,9 @@ def compile_plan(plan: Plan) -> Any:
         return w4a16_gemm._gemm_kernel.warmup(
             *operands,
             *(f32, f32, bf16),
+            *(bf16, bf16, 3 * rank, 3584, 4096),
             *(5, 4608, 28, 1, 0, plan.split),
+            RANK=rank,
             BM=plan.token_tile,
             TG=plan.row_tiles,
             ST=plan.stages,
@@ -227,9 +231,9 @@ def compile_plan(plan: Plan) -> Any:
         )
 
 
-def check(plan: Plan) -> Report:
+def check(plan: Plan, rank: int = 0) -> Report:
     """Compile `plan` and read its code."""
-    return read_code(compile_plan(plan))
+    return read_code(compile_plan(plan, rank))
 
 
 def why_not() -> str | None:

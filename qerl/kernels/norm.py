@@ -1,6 +1,6 @@
-"""Residual addition and RMSNorm in one pass, with the sum of a split matmul and LoRA before it.
+"""Residual addition and RMSNorm in one pass, with the sum of a split matmul before it.
 
-    residual += bf16(y + a B);  out = residual / rms(residual) * weight
+    residual += bf16(y);  out = residual / rms(residual) * weight
 
 The weight is read in fp32 on every launch, so noise added to it in place acts at once, also in a
 captured CUDA graph. Bound by launch latency in decode: a token is one program.
@@ -18,8 +18,7 @@ from triton.language.extra import cuda as tlc
 
 from qerl.kernels.launch import carve_shared, pdl_options, runs_kernels
 from qerl.kernels.layout import mma_order
-from qerl.kernels.lora import Expand
-from qerl.kernels.parts import Parts, add_lora, load_parts, mma_column
+from qerl.kernels.parts import Parts, load_parts, mma_column
 
 
 def add_rms_norm_reference(
@@ -28,12 +27,11 @@ def add_rms_norm_reference(
     weight: Float[Tensor, " D"],
     eps: float,
     *,
-    lora: Expand | None = None,
     order: str = "natural",
 ) -> tuple[Float[Tensor, "M D"], Float[Tensor, "M D"]]:
     """The specification: (new residual, normed rows in `order`)."""
     if parts is not None:
-        y = parts.total() if lora is None else parts.total() + lora.total()
+        y = parts.total()
         residual = (residual.float() + y.to(residual.dtype).float()).to(residual.dtype)
     wide = residual.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [M, 1]
@@ -49,15 +47,11 @@ def _norm_kernel(  # noqa: PLR0913
     N,
     FIRST,
     SPLIT,
-    a_ptr,
-    b_ptr,
-    STRIDE,
     residual_ptr,
     weight_ptr,
     out_ptr,
     EPS,
     ADD: tl.constexpr,
-    R: tl.constexpr,
     MMA: tl.constexpr,
     B: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,8 +68,6 @@ def _norm_kernel(  # noqa: PLR0913
     r = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         y = load_parts(dense_ptr, cut_ptr, row, col, mask, M, N, FIRST, SPLIT)
-        if R > 0:
-            y = add_lora(y, a_ptr, b_ptr, row, col, mask, STRIDE, N, R)
         r += y.to(residual_ptr.dtype.element_ty).to(tl.float32)
         kept = r.to(residual_ptr.dtype.element_ty)
         tl.store(at, kept, mask=mask)
@@ -94,7 +86,6 @@ def add_rms_norm(
     eps: float,
     out: Float[Tensor, "rows D"],
     *,
-    lora: Expand | None = None,
     order: str = "natural",
     pdl: int = 1,
 ) -> Float[Tensor, "rows D"]:
@@ -106,7 +97,6 @@ def add_rms_norm(
         weight: fp32.
         eps: of the norm.
         out: M rows or more; the others are left alone.
-        lora: adapter of the projection that `parts` came from.
         order: ``mma`` for the column order of the wgmma kernel.
         pdl: programmatic dependent launch.
     """
@@ -116,23 +106,18 @@ def add_rms_norm(
     if weight.dtype != torch.float32:
         raise ValueError(f"weight {weight.dtype}: norms are fp32, noise of 1e-4 is lost in bf16")
     if not runs_kernels(residual):
-        kept, normed = add_rms_norm_reference(parts, residual, weight, eps, lora=lora, order=order)
+        kept, normed = add_rms_norm_reference(parts, residual, weight, eps, order=order)
         residual.copy_(kept)
         out[:m] = normed
         return out
     some = parts or Parts.of(residual)
-    a, b, stride, rank = lora.arguments() if lora else (weight, weight, 0, 0)
     kernel = _norm_kernel[(m,)](
         *some.arguments(),
-        a,
-        b,
-        stride,
         residual,
         weight,
         out,
         eps,
         ADD=parts is not None,
-        R=rank,
         MMA=order == "mma",
         B=triton.next_power_of_2(n),
         PDL=pdl,

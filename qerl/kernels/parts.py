@@ -73,21 +73,3 @@ def natural_column(position):
     """Natural column at `position` of `layout.mma_order`: the inverse of `mma_column`."""
     low = ((position >> 1) & 3) << 4 | ((position >> 4) & 3) << 2 | ((position >> 3) & 1) << 1
     return (position & -64) | low | (position & 1)
-
-
-@triton.jit
-def add_lora(y, a_ptr, b_ptr, row, col, mask, STRIDE, N, R: tl.constexpr):  # noqa: PLR0913
-    """Y [cols] + sum over j < R of a[row, j] * b[j, col] for one row; b is [R, N]."""
-    for j in tl.static_range(R):
-        a = tl.load(a_ptr + row * STRIDE + j).to(tl.float32)
-        y += a * tl.load(b_ptr + j * N + col, mask=mask, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
-def dot_lora(a_ptr, b_ptr, row, col, row_mask, mask, STRIDE, OFFSET, N, R: tl.constexpr):  # noqa: PLR0913
-    """A[row, OFFSET:][: R] b[:, col] for a tile of rows [rows, 1] and columns [1, cols]."""
-    j = tl.arange(0, R)
-    a = tl.load(a_ptr + row * STRIDE + OFFSET + j[None, :], mask=row_mask, other=0.0)
-    b = tl.load(b_ptr + j[:, None] * N + col, mask=mask, other=0.0)
-    return tl.dot(a.to(b.dtype), b, input_precision="ieee")

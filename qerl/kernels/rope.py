@@ -2,7 +2,7 @@
 
     (left, right) -> (left cos - right sin, right cos + left sin)   per head, half-split order
 
-with the sum of the projection's parts, its bias, LoRA and the head norm (Qwen3) before it.
+with the sum of the projection's parts, its bias and the head norm (Qwen3) before it.
 Pages: keys and values of a layer are [Hk, slots, Dh]; a slot is page * page size + offset.
 """
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from triton.language.extra import cuda as tlc
 
 from qerl.kernels.launch import carve_shared, pdl_options, runs_kernels
-from qerl.kernels.lora import Expand
-from qerl.kernels.parts import Parts, dot_lora, load_parts
+from qerl.kernels.parts import Parts, load_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,10 @@ class Heads:
 
 
 def rope_reference(
-    parts: Parts, heads: Heads, positions: Int[Tensor, " M"], lora: Expand | None = None
+    parts: Parts, heads: Heads, positions: Int[Tensor, " M"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The specification: rotated q [M, H, Dh] and k [M, Hk, Dh], and v [M, Hk, Dh]."""
-    y = parts.total() if lora is None else parts.total() + lora.total()
+    y = parts.total()
     if heads.bias is not None:
         y = y + heads.bias.float()
     dtype = parts.dense.dtype
@@ -79,16 +78,13 @@ def rope_reference(
 
 
 @triton.jit(do_not_specialize=["M", "SPLIT"])
-def _rope_kernel(  # noqa: PLR0913, PLR0915
+def _rope_kernel(  # noqa: PLR0913
     dense_ptr,
     cut_ptr,
     M,
     N,
     FIRST,
     SPLIT,
-    a_ptr,
-    b_ptr,
-    STRIDE,
     bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -104,29 +100,22 @@ def _rope_kernel(  # noqa: PLR0913, PLR0915
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    BM: tl.constexpr,
     CARVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (head, token tile); heads are q, then k, then v. CARVE only tells codes apart."""
+    """Program (head, token); heads are q, then k, then v. CARVE only tells codes apart."""
     HALF: tl.constexpr = D // 2
     if PDL:
         tlc.gdc_launch_dependents()
         tlc.gdc_wait()
     head = tl.program_id(0)
-    token = tl.program_id(1) * BM + tl.arange(0, BM)
+    row = tl.program_id(1)
     lane = tl.arange(0, HALF)
-    row, ok = token[:, None], (token < M)[:, None]
-    col = (head * D + lane)[None, :]
-    left = load_parts(dense_ptr, cut_ptr, row, col, ok, M, N, FIRST, SPLIT)
-    right = load_parts(dense_ptr, cut_ptr, row, col + HALF, ok, M, N, FIRST, SPLIT)
-    if R > 0:
-        member = (head >= H).to(tl.int32) + (head >= H + HK).to(tl.int32)
-        left += dot_lora(a_ptr, b_ptr, row, col, ok, True, STRIDE, member * R, N, R)
-        right += dot_lora(a_ptr, b_ptr, row, col + HALF, ok, True, STRIDE, member * R, N, R)
+    col = head * D + lane
+    left = load_parts(dense_ptr, cut_ptr, row, col, True, M, N, FIRST, SPLIT)
+    right = load_parts(dense_ptr, cut_ptr, row, col + HALF, True, M, N, FIRST, SPLIT)
     if BIAS:
         left += tl.load(bias_ptr + col).to(tl.float32)
         right += tl.load(bias_ptr + col + HALF).to(tl.float32)
@@ -134,17 +123,16 @@ def _rope_kernel(  # noqa: PLR0913, PLR0915
     right = right.to(q_ptr.dtype.element_ty).to(tl.float32)
     if head < H + HK:
         if NORM:
-            square = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-            scale = tl.rsqrt(square / D + EPS)[:, None]
+            square = tl.sum(left * left, 0) + tl.sum(right * right, 0)
+            scale = tl.rsqrt(square / D + EPS)
             norm_ptr = q_norm_ptr
             if head >= H:
                 norm_ptr = k_norm_ptr
-            left = left * scale * tl.load(norm_ptr + lane)[None, :]
-            right = right * scale * tl.load(norm_ptr + HALF + lane)[None, :]
+            left = left * scale * tl.load(norm_ptr + lane)
+            right = right * scale * tl.load(norm_ptr + HALF + lane)
             left = left.to(q_ptr.dtype.element_ty).to(tl.float32)
             right = right.to(q_ptr.dtype.element_ty).to(tl.float32)
-        position = tl.load(position_ptr + token, mask=token < M, other=0)
-        angle = position[:, None] * HALF + lane[None, :]
+        angle = tl.load(position_ptr + row) * HALF + lane
         cos = tl.load(cos_ptr + angle)
         sin = tl.load(sin_ptr + angle)
         turned = left * cos - right * sin
@@ -153,19 +141,19 @@ def _rope_kernel(  # noqa: PLR0913, PLR0915
     left = left.to(q_ptr.dtype.element_ty)
     right = right.to(q_ptr.dtype.element_ty)
     if head < H:
-        to = q_ptr + (row * H + head) * D + lane[None, :]
-        tl.store(to, left, mask=ok)
-        tl.store(to + HALF, right, mask=ok)
+        to = q_ptr + (row * H + head) * D + lane
+        tl.store(to, left)
+        tl.store(to + HALF, right)
     else:
-        slot = tl.load(slot_ptr + token, mask=token < M, other=0).to(tl.int64)
+        slot = tl.load(slot_ptr + row).to(tl.int64)
         kv = (head - H) % HK
-        at = kv.to(tl.int64) * head_stride + slot[:, None] * D + lane[None, :]
+        at = kv.to(tl.int64) * head_stride + slot * D + lane
         if head < H + HK:
-            tl.store(key_ptr + at, left, mask=ok)
-            tl.store(key_ptr + at + HALF, right, mask=ok)
+            tl.store(key_ptr + at, left)
+            tl.store(key_ptr + at + HALF, right)
         else:
-            tl.store(value_ptr + at, left, mask=ok)
-            tl.store(value_ptr + at + HALF, right, mask=ok)
+            tl.store(value_ptr + at, left)
+            tl.store(value_ptr + at + HALF, right)
 
 
 def rope_and_store(
@@ -175,7 +163,6 @@ def rope_and_store(
     q: Float[Tensor, "M H Dh"],
     pages: tuple[Float[Tensor, "Hk slots Dh"], Float[Tensor, "Hk slots Dh"]],
     *,
-    lora: Expand | None = None,
     carve: bool = False,
     pdl: int = 1,
 ) -> Float[Tensor, "M H Dh"]:
@@ -188,7 +175,6 @@ def rope_and_store(
             v go. No two rows share a slot.
         q: bf16 (fp32 in tests) out.
         pages: keys and values of this layer; the last two axes contiguous.
-        lora: adapters of q, k and v.
         carve: it runs between wgmma matmuls (`launch.carve_shared`).
         pdl: programmatic dependent launch.
     """
@@ -200,19 +186,14 @@ def rope_and_store(
             f"qkv has {n} columns: {h} + 2 x {hk} heads of {d} (a power of two) differ"
         )
     if not runs_kernels(q):
-        turned, k, v = rope_reference(parts, heads, positions, lora)
+        turned, k, v = rope_reference(parts, heads, positions)
         keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
         return q.copy_(turned)
     if keys.stride() != values.stride() or keys.stride(2) != 1 or keys.stride(1) != d:
         raise ValueError(f"page strides {keys.stride()}: slots of a head must lie end to end")
-    a, b, stride, rank = lora.arguments() if lora else (q, q, 0, 0)
     norm = heads.q_norm is not None
-    rows = 16 if rank else 1  # a dot needs 16 rows
-    kernel = _rope_kernel[(h + 2 * hk, triton.cdiv(m, rows))](
+    kernel = _rope_kernel[(h + 2 * hk, m)](
         *parts.arguments(),
-        a,
-        b,
-        stride,
         heads.bias if heads.bias is not None else q,
         heads.q_norm if norm else q,
         heads.k_norm if norm else q,
@@ -228,13 +209,11 @@ def rope_and_store(
         H=h,
         HK=hk,
         D=d,
-        R=rank,
         BIAS=heads.bias is not None,
         NORM=norm,
-        BM=rows,
         CARVE=carve,
         PDL=pdl,
-        num_warps=4 if rank else 2,
+        num_warps=2,
         **pdl_options(pdl),
     )
     if carve:

@@ -159,7 +159,8 @@ def _pick_kernel(  # noqa: PLR0913
     lse = top + tl.log(total)
     if GREEDY:
         ids = tl.load(at + 3, mask=ok, other=0.0)
-        token = tl.min(tl.where((tops == top) & ok, ids, 1e9), 0).to(tl.int32)
+        # No top equals another where all are NaN: stay inside, the log-probability is NaN.
+        token = tl.minimum(tl.min(tl.where((tops == top) & ok, ids, 1e9), 0).to(tl.int32), V - 1)
     else:
         cdf = tl.cumsum(sums.to(tl.float64), 0)
         all_mass = tl.sum(tl.where(c == CHUNKS - 1, cdf, 0.0), 0)

@@ -1,4 +1,4 @@
-"""silu(gate) * up from the stacked gate_up projection, with the sum of its parts and LoRA.
+"""silu(gate) * up from the stacked gate_up projection, with the sum of its parts.
 
 Bound by launch latency in decode; the sum over the parts of K costs no launch of its own.
 """
@@ -15,16 +15,12 @@ from triton.language.extra import cuda as tlc
 
 from qerl.kernels.launch import carve_shared, pdl_options, runs_kernels
 from qerl.kernels.layout import mma_order
-from qerl.kernels.lora import Expand
-from qerl.kernels.parts import Parts, dot_lora, load_parts, mma_column
+from qerl.kernels.parts import Parts, load_parts, mma_column
 
 
-def silu_mul_reference(
-    parts: Parts, *, lora: Expand | None = None, order: str = "natural"
-) -> Float[Tensor, "M F"]:
+def silu_mul_reference(parts: Parts, *, order: str = "natural") -> Float[Tensor, "M F"]:
     """The specification: gate and up are rounded to the dtype of y before they are used."""
-    y = parts.total() if lora is None else parts.total() + lora.total()
-    gate, up = y.to(parts.dense.dtype).float().chunk(2, dim=1)  # [M, F]
+    gate, up = parts.total().to(parts.dense.dtype).float().chunk(2, dim=1)  # [M, F]
     out = (torch.nn.functional.silu(gate) * up).to(parts.dense.dtype)
     return mma_order(out) if order == "mma" else out
 
@@ -37,13 +33,8 @@ def _silu_mul_kernel(  # noqa: PLR0913
     N,
     FIRST,
     SPLIT,
-    a_ptr,
-    b_ptr,
-    STRIDE,
     out_ptr,
-    R: tl.constexpr,
     MMA: tl.constexpr,
-    BM: tl.constexpr,
     B: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -51,15 +42,11 @@ def _silu_mul_kernel(  # noqa: PLR0913
         tlc.gdc_launch_dependents()
         tlc.gdc_wait()
     F = N // 2
-    row = (tl.program_id(1) * BM + tl.arange(0, BM))[:, None]
-    col = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
-    ok = row < M
-    mask = ok & (col < F)
+    row = tl.program_id(1)
+    col = tl.program_id(0) * B + tl.arange(0, B)
+    mask = col < F
     gate = load_parts(dense_ptr, cut_ptr, row, col, mask, M, N, FIRST, SPLIT)
     up = load_parts(dense_ptr, cut_ptr, row, col + F, mask, M, N, FIRST, SPLIT)
-    if R > 0:
-        gate += dot_lora(a_ptr, b_ptr, row, col, ok, col < F, STRIDE, 0, N, R)
-        up += dot_lora(a_ptr, b_ptr, row, col + F, ok, col < F, STRIDE, R, N, R)
     gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
     up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
@@ -73,7 +60,6 @@ def silu_mul(
     parts: Parts,
     out: Float[Tensor, "rows F"],
     *,
-    lora: Expand | None = None,
     order: str = "natural",
     pdl: int = 1,
 ) -> Float[Tensor, "rows F"]:
@@ -82,7 +68,6 @@ def silu_mul(
     Args:
         parts: of the stacked projection [gate; up], N = 2 F.
         out: bf16 (fp32 in tests); M rows or more.
-        lora: adapters of gate and up.
         order: column order of `out`.
         pdl: programmatic dependent launch.
     """
@@ -90,20 +75,13 @@ def silu_mul(
     if out.shape[1] * 2 != n or out.shape[0] < m:
         raise ValueError(f"out {tuple(out.shape)}: gate_up {(m, n)} gives {m} rows of {n // 2}")
     if not runs_kernels(out):
-        out[:m] = silu_mul_reference(parts, lora=lora, order=order)
+        out[:m] = silu_mul_reference(parts, order=order)
         return out
-    a, b, stride, rank = lora.arguments() if lora else (out, out, 0, 0)
-    rows, width = (16, 128) if rank else (1, 1024)  # a dot needs 16 rows
-    kernel = _silu_mul_kernel[(triton.cdiv(n // 2, width), triton.cdiv(m, rows))](
+    kernel = _silu_mul_kernel[(triton.cdiv(n // 2, 1024), m)](
         *parts.arguments(),
-        a,
-        b,
-        stride,
         out,
-        R=rank,
         MMA=order == "mma",
-        BM=rows,
-        B=width,
+        B=1024,
         PDL=pdl,
         num_warps=4,
         **pdl_options(pdl),

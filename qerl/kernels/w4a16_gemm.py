@@ -10,6 +10,9 @@ to the wait that retires it, so its registers cannot be written while they are r
 
 Work items: the first `WHOLE` row tiles are one item each and write bf16 (or fp32); the others are
 cut in SPLIT parts along K whose fp32 partials [SPLIT, M, N - first] the next kernel sums in order.
+
+With an adapter, x is ready before the launch (`lora.shrink` waited for it) and is brought without a
+wait; B is one more register operand at the end, with the adapter's product in the first stage of x.
 """
 
 # Bodies of jitted functions are Triton, not Python: they carry no types.
@@ -28,8 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda as tlc
 
+from qerl.kernels.epilogue import add_lora
 from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack
 from qerl.kernels.layout import TiledWeight
+from qerl.kernels.lora import Expand
 from qerl.kernels.tiles import Plan
 
 
@@ -116,20 +121,14 @@ def _producer(  # noqa: PLR0913
     xd,
     wd,
     sd,
-    xs,
-    ws,
-    ss,
-    full,
-    empty,
-    MT,
-    T,
-    WHOLE,
-    SPLIT,
+    shared,
     BM: gl.constexpr,
     TG: gl.constexpr,
     ST: gl.constexpr,
     PDL: gl.constexpr,
+    RANK: gl.constexpr,
 ):
+    xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT = shared
     nbytes: gl.constexpr = xd.block_type.nbytes + wd.block_type.nbytes + sd.block_type.nbytes
     token, tile, first, steps, _ = _item(MT, T, WHOLE, SPLIT)
     ahead = gl.minimum(steps, ST)
@@ -138,7 +137,7 @@ def _producer(  # noqa: PLR0913
             mbarrier.expect(full.index(q), nbytes)
             tma_load(wd, [tile * 2 * TG, (first + q) * 16, 0], full.index(q), ws.index(q))
             tma_load(sd, [tile * 2 * TG, (first + q) * 2, 0], full.index(q), ss.index(q))
-    if PDL:
+    if PDL and RANK == 0:
         tlc.gdc_wait()
     s = 0
     phase = 1  # a fresh barrier passes a wait for phase 1
@@ -157,25 +156,20 @@ def _producer(  # noqa: PLR0913
 
 @gluon.jit
 def _consumer(  # noqa: PLR0913
-    xs,
-    ws,
-    ss,
-    full,
-    empty,
-    MT,
-    T,
-    WHOLE,
-    SPLIT,
+    shared,
     tensor_scale_ptr,
     partial_ptr,
     y_ptr,
+    adapter,
     M,
     N,
     BM: gl.constexpr,
     TG: gl.constexpr,
     ST: gl.constexpr,
     PDL: gl.constexpr,
+    RANK: gl.constexpr,
 ):
+    xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT = shared
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4 * TG, 1], instr_shape=[16, BM, 16]
     )
@@ -215,6 +209,9 @@ def _consumer(  # noqa: PLR0913
         tlc.gdc_wait()  # y and the partials may still be read by the kernel before
         tlc.gdc_launch_dependents()
     out = acc * g[:, None]
+    if RANK > 0:  # noqa: SIM102 - known when compiling, the other is not
+        if part <= 0:  # a whole tile, or the first part of one
+            out = add_lora(out, xs.index(0), adapter, token, tile, M, N, RANK, BM, TG, mma)
     mask = (tm < M)[None, :] & (tn < N)[:, None]
     if part < 0:
         off = tm[None, :] * N + tn[:, None]
@@ -225,7 +222,7 @@ def _consumer(  # noqa: PLR0913
         gl.store(partial_ptr + off, out, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["M", "T", "MT", "WHOLE", "SPLIT"])
+@gluon.jit(do_not_specialize=["M", "T", "MT", "WHOLE", "SPLIT", "FIRST", "SECOND"])
 def _gemm_kernel(  # noqa: PLR0913
     xd,
     wd,
@@ -233,12 +230,18 @@ def _gemm_kernel(  # noqa: PLR0913
     tensor_scale_ptr,
     partial_ptr,
     y_ptr,
+    a_ptr,
+    b_ptr,
+    STRIDE,
+    FIRST,
+    SECOND,
     M,
     N,
     T,
     MT,
     WHOLE,
     SPLIT,
+    RANK: gl.constexpr,
     BM: gl.constexpr,
     TG: gl.constexpr,
     ST: gl.constexpr,
@@ -257,17 +260,28 @@ def _gemm_kernel(  # noqa: PLR0913
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    shared = (xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT)
+    adapter = (a_ptr, b_ptr, STRIDE, FIRST, SECOND)
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT, tensor_scale_ptr)  # noqa: RUF005
-                + (partial_ptr, y_ptr, M, N, BM, TG, ST, PDL),
+                (
+                    shared,
+                    tensor_scale_ptr,
+                    partial_ptr,
+                    y_ptr,
+                    adapter,
+                    M,
+                    N,
+                    BM,
+                    TG,
+                    ST,
+                    PDL,
+                    RANK,
+                ),
             ),
-            (
-                _producer,
-                (xd, wd, sd, xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT, BM, TG, ST, PDL),
-            ),
+            (_producer, (xd, wd, sd, shared, BM, TG, ST, PDL, RANK)),
         ],
         [1],
         [24],
@@ -308,6 +322,7 @@ def launch_gemm(
     partials: Float[Tensor, " P"],
     tokens: int,
     plan: Plan,
+    lora: Expand | None = None,
 ) -> object:
     """Launch on checked arguments; `w4a16` is the front door.
 
@@ -318,6 +333,7 @@ def launch_gemm(
         partials: fp32, at least split * M * (N - first cut row).
         tokens: M.
         plan: tile shape and split; `split <= ceil(K / 128)`.
+        lora: adapter to add; the launch before this one is its `shrink`.
     """
     n = weight.shape[0]
     tiles = -(-n // (64 * plan.row_tiles))
@@ -329,12 +345,14 @@ def launch_gemm(
         weight.tensor_scale,
         partials,
         y,
+        *(lora.arguments() if lora else Expand.none(y)),
         tokens,
         n,
         weight.scales.shape[1],
         token_tiles,
         whole,
         plan.split,
+        RANK=lora.rank if lora else 0,
         BM=plan.token_tile,
         TG=plan.row_tiles,
         ST=plan.stages,

@@ -5,6 +5,9 @@ lane) one turn ahead, unpacks them with nine integer operations and one multipli
 takes x from L1. The warps of a program split K; programs of one row tile may split it further, and
 the last of them to finish sums the parts in a fixed order, so results repeat bit for bit.
 
+With an adapter, x is ready before the launch (`lora.shrink` waited for it) and is read without a
+wait; the wait at the end is for the adapter's product, which the first part of a tile adds.
+
 Source: measured on an H200 against a cp.async ring, stream-K and deeper prefetch, none of which was
 faster for 1 to 8 tokens; 4 warps and 32 rows a program were best in every shape.
 """
@@ -29,6 +32,7 @@ from qerl.kernels.fragments import (
     unpack,
 )
 from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels.lora import Expand
 from qerl.kernels.tiles import Plan
 
 
@@ -93,8 +97,8 @@ def _step(  # noqa: PLR0913
     return mma_v2(a, b, acc)
 
 
-@gluon.jit(do_not_specialize=["M", "SPLIT"])
-def _gemv_kernel(  # noqa: PLR0913, PLR0915
+@gluon.jit(do_not_specialize=["M", "SPLIT", "FIRST", "SECOND"])
+def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
     x_ptr,
     words_ptr,
     scales_ptr,
@@ -102,10 +106,16 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0915
     partial_ptr,
     counter_ptr,
     y_ptr,
+    a_ptr,
+    b_ptr,
+    STRIDE,
+    FIRST,
+    SECOND,
     M,
     N,
     K,
     SPLIT,
+    RANK: gl.constexpr,
     NW: gl.constexpr,
     R: gl.constexpr,
     T: gl.constexpr,
@@ -115,7 +125,8 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0915
     """One program: 16 R rows, 8 T tokens, one of SPLIT parts of K. K % (128 NW) == 0.
 
     SUM: SPLIT is above 1, and the last program of a tile sums the partials [SPLIT, M, N].
-    x_ptr: [M, K/2] pairs. PDL 1 releases dependents at the end, 2 at the start.
+    x_ptr: [M, K/2] pairs. RANK above 0: a [M, members * RANK] and b [N, RANK] of an `Expand`, whose
+    members end at FIRST, SECOND and N. PDL 1 releases dependents at the end, 2 at the start.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[NW, 1, 1], instr_shape=[1, 16, 8]
@@ -145,7 +156,7 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0915
     i = lo * (64 * NW) + i + i // 32 * 32
     xp = x_ptr + gl.minimum(rm, M - 1)[:, None] * (K // 2) + i[None, :]
     acc = gl.zeros([NW, 16 * R, 8 * T], gl.float32, layout=mma)
-    if PDL:
+    if PDL and RANK == 0:
         tlc.gdc_wait()
     x0 = gl.load(xp)
     x1 = gl.load(xp + 32)
@@ -176,6 +187,17 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0915
     tn = pn * 16 * R + gl.arange(0, 16 * R, layout=gl.SliceLayout(0, ol))
     off = tm[:, None] * N + tn[None, :]
     mask = (tm < M)[:, None] & (tn < N)[None, :]
+    if RANK > 0:
+        if PDL:
+            tlc.gdc_wait()
+        if pk == 0:
+            rows = gl.minimum(tn, N - 1)
+            member = (rows >= FIRST).to(gl.int32) + (rows >= SECOND).to(gl.int32)
+            ap = a_ptr + (gl.minimum(tm, M - 1) * STRIDE)[:, None] + (member * RANK)[None, :]
+            bp = b_ptr + rows * RANK
+            for j in gl.static_range(RANK):  # loads of all columns are in flight together
+                b = gl.load(bp + j).to(gl.float32)
+                out += gl.load(ap + j).to(gl.float32) * b[None, :]
     if not SUM:
         gl.store(y_ptr + off, out.to(gl.bfloat16), mask=mask)
     else:
@@ -201,6 +223,7 @@ def launch_gemv(
     partials: Float[Tensor, " P"],
     counters: Tensor,
     plan: Plan,
+    lora: Expand | None = None,
 ) -> object:
     """Launch on checked arguments; `w4a16` is the front door.
 
@@ -211,6 +234,7 @@ def launch_gemv(
         partials: fp32, at least plan.split * M * N; unused where split is 1.
         counters: int32 zeros, one a program tile; the kernel leaves them zero.
         plan: split (at most K / (128 * warps)), warps, blocks and pdl.
+        lora: adapter to add; the launch before this one is its `shrink`.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -222,10 +246,12 @@ def launch_gemv(
         partials,
         counters,
         y,
+        *(lora.arguments() if lora else Expand.none(y)),
         m,
         n,
         k,
         plan.split,
+        RANK=lora.rank if lora else 0,
         NW=plan.warps,
         R=plan.blocks,
         T=tokens,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qerl.kernels.advance import Rows, advance
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import SPLIT, Expand, shrink
+from qerl.kernels.lora import SPLIT, Expand, expand, shrink
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
 from qerl.kernels.parts import Parts
@@ -114,7 +114,10 @@ class DeviceStep:
             name: max(0 if a is None else len(a) for a in (s[name].lora_a for s in self._stacks))
             for name in STACKS
         }
-        self._inner = {n: torch.zeros(rows, w, device=self.device) for n, w in widths.items()}
+        dtype = self._residual.dtype
+        self._inner = {
+            n: torch.zeros(rows, w, dtype=dtype, device=self.device) for n, w in widths.items()
+        }
         widest = max(*widths.values(), 1)
         self._lora_parts = torch.empty(SPLIT * rows * widest, device=self.device)
         tiles = -(-widest // 32) * -(-rows // 16)
@@ -168,42 +171,39 @@ class Bound:
         decoder, rows = step._policy.decoder, self.rows
         residual = step._residual[: self._count]
         torch.index_select(decoder.embed, 0, rows.tokens, out=residual)
-        parts: tuple[Parts | None, Expand | None] = (None, None)
+        parts: Parts | None = None
         for index, layer in enumerate(step._policy.layers()):
             norm = layer.input_norm
-            self._norm(*parts, norm.weight, norm.eps, "qkv")
+            self._norm(parts, norm.weight, norm.eps, "qkv")
             self._attention(index)
             norm = layer.post_attention_norm
-            self._norm(*self._linear(index, "o"), norm.weight, norm.eps, "gate_up")
-            gate_up, lora = self._linear(index, "gate_up")
+            self._norm(self._linear(index, "o"), norm.weight, norm.eps, "gate_up")
             out, order = step._inputs["down"], self._plans["down"].order
-            silu_mul(gate_up, out, lora=lora, order=order)
+            silu_mul(self._linear(index, "gate_up"), out, order=order)
             parts = self._linear(index, "down")
         hidden, final = step._hidden[: self._count], decoder.final_norm
-        add_rms_norm(parts[0], residual, final.weight, final.eps, hidden, lora=parts[1])
+        add_rms_norm(parts, residual, final.weight, final.eps, hidden)
         logits = project(hidden, decoder.head)  # [rows, V]
         drawn = sample(logits, rows.seeds, rows.lengths, self._temperature, self._draws)
         advance(rows, drawn.tokens, drawn.logprobs, step.ends, step._pool.page_size)
 
-    def _norm(
-        self, parts: Parts | None, lora: Expand | None, weight: Tensor, eps: float, following: str
-    ) -> None:
+    def _norm(self, parts: Parts | None, weight: Tensor, eps: float, following: str) -> None:
         step, order = self._step, self._plans[following].order
         residual, out = step._residual[: self._count], step._inputs[following]
-        add_rms_norm(parts, residual, weight, eps, out, lora=lora, order=order)
+        add_rms_norm(parts, residual, weight, eps, out, order=order)
 
     def _attention(self, index: int) -> None:
         step, order = self._step, self._plans["o"].order
         pages, q = step._pool.layer_slots(index), step._q[: self._count]
-        qkv, lora = self._linear(index, "qkv")
+        qkv = self._linear(index, "qkv")
         places = (self.rows.positions, self.rows.slots)
         heads = step._heads[index]
-        rope_and_store(qkv, heads, places, q, pages, lora=lora, carve=order == "mma")
+        rope_and_store(qkv, heads, places, q, pages, carve=order == "mma")
         size, out = step._pool.page_size, step._inputs["o"]
         paged_attention(q, pages, self._tables, size, self._cut, out, order=order)
 
-    def _linear(self, index: int, name: str) -> tuple[Parts, Expand | None]:
-        """The stack's product as parts, and what its adapter adds."""
+    def _linear(self, index: int, name: str) -> Parts:
+        """The stack's product with its adapter, as parts."""
         step, how, rows = self._step, self._plans[name], self._count
         stack, x = step._stacks[index][name], step._inputs[name]
         lora = None
@@ -214,6 +214,7 @@ class Bound:
             lora = Expand(inner, stack.lora_b, stack.widths)
         out = step._outputs[name][:rows]
         if not isinstance(stack.weight, TiledWeight):
-            return Parts.of(torch.mm(x[:rows], stack.weight.T, out=out)), lora
+            y = torch.mm(x[:rows], stack.weight.T, out=out)
+            return Parts.of(y if lora is None else expand(y, lora))
         padded = rows if how.kernel == "gemv" else -(-rows // how.token_tile) * how.token_tile
-        return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out), lora
+        return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out, lora)

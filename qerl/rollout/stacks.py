@@ -45,8 +45,8 @@ class Stack:
     """The linears' A below each other, each padded with zero rows to a power of two R; None where
     none of them has an adapter."""
 
-    lora_b: Float[Tensor, "R N"] | None
-    """Their B side by side, transposed, times alpha / rank."""
+    lora_b: Float[Tensor, "N R"] | None
+    """Their B below each other, times alpha / rank; columns past a linear's own rank are zero."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class Stack:
         if ranks:
             rank = max(_LEAST_RANK, 1 << (max(ranks) - 1).bit_length())
             a = torch.zeros(len(linears) * rank, columns, dtype=dtype, device=device)
-            b = torch.zeros(rank, sum(widths), dtype=dtype, device=device)
+            b = torch.zeros(sum(widths), rank, dtype=dtype, device=device)
         return Stack(
             linears=tuple(linears), weight=weight, widths=widths, bias=bias, lora_a=a, lora_b=b
         )
@@ -84,13 +84,13 @@ class Stack:
         """Copy the adapters as they are into the buffers."""
         if self.lora_a is None or self.lora_b is None:
             return
-        rank, start = self.lora_b.shape[0], 0
+        rank, start = self.lora_b.shape[1], 0
         for place, (linear, width) in enumerate(zip(self.linears, self.widths, strict=True)):
             if isinstance(linear, LoRALinear):
                 own = linear.lora_a.shape[0]
                 self.lora_a[place * rank : place * rank + own].copy_(linear.lora_a)
-                scaled = linear.lora_b.T * linear.scale  # [own, N]
-                self.lora_b[:own, start : start + width].copy_(scaled)
+                scaled = linear.lora_b * linear.scale  # [N, own]
+                self.lora_b[start : start + width, :own].copy_(scaled)
             start += width
 
 

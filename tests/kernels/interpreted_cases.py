@@ -45,7 +45,7 @@ def all_parts(n: int) -> list[parts.Parts]:
 
 def adapter(*widths: int) -> lora.Expand:
     n = sum(widths)
-    return lora.Expand(torch.randn(M, 16 * len(widths)), torch.randn(16, n), widths)
+    return lora.Expand(torch.randn(M, 16 * len(widths)), torch.randn(n, 16), widths)
 
 
 def case_dequantize_is_bitwise_the_format() -> None:
@@ -71,22 +71,17 @@ def case_nf4_is_bitwise_the_format() -> None:
         assert torch.equal(out, packed.dequantize(torch.float32))
 
 
-def case_norm_adds_parts_and_lora() -> None:
+def case_norm_adds_parts() -> None:
     norm.runs_kernels = lambda x: True
     weight = torch.randn(576)
     for some in [*all_parts(576), None]:
-        for low_rank in (None, adapter(576)) if some else (None,):
-            for order in ("natural", "mma"):
-                residual, out = torch.randn(M, 576), torch.full((M + 3, 576), 7.0)
-                kept, want = norm.add_rms_norm_reference(
-                    some, residual, weight, 1e-6, lora=low_rank, order=order
-                )
-                norm.add_rms_norm(
-                    some, residual, weight, 1e-6, out, lora=low_rank, order=order, pdl=0
-                )
-                close(out[:M], want)
-                close(residual, kept)
-                assert bool((out[M:] == 7).all()), "rows past M were written"
+        for order in ("natural", "mma"):
+            residual, out = torch.randn(M, 576), torch.full((M + 3, 576), 7.0)
+            kept, want = norm.add_rms_norm_reference(some, residual, weight, 1e-6, order=order)
+            norm.add_rms_norm(some, residual, weight, 1e-6, out, order=order, pdl=0)
+            close(out[:M], want)
+            close(residual, kept)
+            assert bool((out[M:] == 7).all()), "rows past M were written"
 
 
 def case_advance_equals_its_reference() -> None:
@@ -112,14 +107,13 @@ def case_advance_equals_its_reference() -> None:
         )
 
 
-def case_silu_mul_adds_parts_and_lora() -> None:
+def case_silu_mul_adds_parts() -> None:
     swiglu.runs_kernels = lambda x: True
     for some in all_parts(1152):
-        for low_rank in (None, adapter(576, 576)):
-            for order in ("natural", "mma"):
-                out = torch.full((M, 576), float("nan"))
-                swiglu.silu_mul(some, out, lora=low_rank, order=order, pdl=0)
-                close(out, swiglu.silu_mul_reference(some, lora=low_rank, order=order))
+        for order in ("natural", "mma"):
+            out = torch.full((M, 576), float("nan"))
+            swiglu.silu_mul(some, out, order=order, pdl=0)
+            close(out, swiglu.silu_mul_reference(some, order=order))
 
 
 def case_rope_rotates_and_stores() -> None:
@@ -128,27 +122,35 @@ def case_rope_rotates_and_stores() -> None:
     n = (h + 2 * hk) * d
     angles = torch.rand(100, d // 2) * 6
     for some in all_parts(n):
-        for low_rank in (None, adapter(h * d, hk * d, hk * d)):
-            for weight in (None, torch.rand(d)):
-                heads = rope.Heads(
-                    heads=h,
-                    kv_heads=hk,
-                    head_dim=d,
-                    cos=angles.cos(),
-                    sin=angles.sin(),
-                    bias=torch.randn(n) if weight is None else None,
-                    q_norm=weight,
-                    k_norm=weight,
-                )
-                places = (torch.randint(0, 100, (M,)), torch.randperm(64)[:M])
-                pages = (torch.zeros(hk, 64, d), torch.zeros(hk, 64, d))
-                q = torch.full((M, h, d), float("nan"))
-                rope.rope_and_store(some, heads, places, q, pages, lora=low_rank, pdl=0)
-                want_q, want_k, want_v = rope.rope_reference(some, heads, places[0], low_rank)
-                close(q, want_q)
-                close(pages[0][:, places[1]], want_k.transpose(0, 1))
-                close(pages[1][:, places[1]], want_v.transpose(0, 1))
-                assert int(pages[0].abs().sum(2).count_nonzero()) == hk * M, "other slots changed"
+        for weight in (None, torch.rand(d)):
+            heads = rope.Heads(
+                heads=h,
+                kv_heads=hk,
+                head_dim=d,
+                cos=angles.cos(),
+                sin=angles.sin(),
+                bias=torch.randn(n) if weight is None else None,
+                q_norm=weight,
+                k_norm=weight,
+            )
+            places = (torch.randint(0, 100, (M,)), torch.randperm(64)[:M])
+            pages = (torch.zeros(hk, 64, d), torch.zeros(hk, 64, d))
+            q = torch.full((M, h, d), float("nan"))
+            rope.rope_and_store(some, heads, places, q, pages, pdl=0)
+            want_q, want_k, want_v = rope.rope_reference(some, heads, places[0])
+            close(q, want_q)
+            close(pages[0][:, places[1]], want_k.transpose(0, 1))
+            close(pages[1][:, places[1]], want_v.transpose(0, 1))
+            assert int(pages[0].abs().sum(2).count_nonzero()) == hk * M, "other slots changed"
+
+
+def case_expand_adds_each_member_to_its_columns() -> None:
+    lora.runs_kernels = lambda x: True
+    for widths in ((576,), (100, 200), (130, 64, 61)):  # borders inside column tiles
+        low_rank = adapter(*widths)
+        y = torch.randn(M, sum(widths))
+        want = y + low_rank.total()
+        close(lora.expand(y, low_rank, pdl=0), want)
 
 
 def case_shrink_sums_its_parts_in_order() -> None:

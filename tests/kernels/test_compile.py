@@ -23,7 +23,6 @@ from qerl.kernels.tiles import Plan, table
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 PARTS = (BF16, F32, 5, 4608, 128, 3)  # dense, cut, M, N, FIRST, SPLIT
-LORA = (F32, BF16, 96)  # a, b, stride
 
 SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "dequantize": (
@@ -40,24 +39,28 @@ SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "reorder": (w4a16._mma_order_kernel, (BF16, BF16, 3584), {"B": 1024, "PDL": 1}),
     "norm": (
         norm._norm_kernel,
-        (*PARTS, *LORA, BF16, F32, BF16, 1e-6),
-        {"ADD": True, "R": 32, "MMA": True, "B": 8192, "PDL": 1, "num_warps": 16},
+        (*PARTS, BF16, F32, BF16, 1e-6),
+        {"ADD": True, "MMA": True, "B": 8192, "PDL": 1, "num_warps": 16},
     ),
     "silu_mul": (
         swiglu._silu_mul_kernel,
-        (*PARTS, *LORA, BF16),
-        {"R": 32, "MMA": True, "BM": 16, "B": 128, "PDL": 1},
+        (*PARTS, BF16),
+        {"MMA": True, "B": 1024, "PDL": 1},
     ),
     "rope": (
         rope._rope_kernel,
-        (*PARTS, *LORA, BF16, F32, F32, F32, F32, I64, I64, BF16, BF16, BF16, 8192, 1e-6),
-        {"H": 28, "HK": 4, "D": 128, "R": 32, "BIAS": True, "NORM": True, "BM": 16}
-        | {"CARVE": True, "PDL": 1},
+        (*PARTS, BF16, F32, F32, F32, F32, I64, I64, BF16, BF16, BF16, 8192, 1e-6),
+        {"H": 28, "HK": 4, "D": 128, "BIAS": True, "NORM": True, "CARVE": True, "PDL": 1},
     ),
     "shrink": (
         lora._shrink_kernel,
-        (BF16, BF16, F32, I32, F32, 5, 3584, 96),
+        (BF16, BF16, F32, I32, BF16, 5, 3584, 96),
         {"MMA": True, "SPLIT": 7, "BM": 64, "BR": 32, "BK": 128, "PDL": 1},
+    ),
+    "expand": (
+        lora._expand_kernel,
+        (BF16, BF16, BF16, 96, 3584, 4096, 5, 4608),
+        {"R": 32, "BM": 16, "BN": 128, "PDL": 1},
     ),
     "attention": (
         paged_attention._attention_kernel,
@@ -126,15 +129,17 @@ QUICK = [  # the shapes of machine code that differ most; all shipped ones are a
 ]
 
 
+@pytest.mark.parametrize("rank", [0, 32])
 @pytest.mark.parametrize("plan", QUICK, ids=describe)
-def test_no_pending_wgmma_operand_is_overwritten(plan: Plan) -> None:
-    assert lint.check(plan).clean
+def test_no_pending_wgmma_operand_is_overwritten(plan: Plan, rank: int) -> None:
+    assert lint.check(plan, rank).clean
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 32])
 @pytest.mark.parametrize("plan", shipped_plans(), ids=describe)
-def test_every_shipped_plan_has_clean_machine_code(plan: Plan) -> None:
-    assert lint.check(plan).clean
+def test_every_shipped_plan_has_clean_machine_code(plan: Plan, rank: int) -> None:
+    assert lint.check(plan, rank).clean
 
 
 LOOP = """

@@ -6,10 +6,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from qerl.kernels import layout
-from qerl.kernels.bench import check_dequantize, check_plan
+from qerl.kernels.bench import check_dequantize, check_lora, check_plan
 from qerl.kernels.bench_layer import Batch, DecodeLayers
 from qerl.kernels.dequant import dequantize
 from qerl.kernels.launch import is_hopper
+from qerl.kernels.lora import Expand, expand
 from qerl.kernels.nf4 import dequantize_nf4
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention, paged_attention_reference
@@ -95,6 +96,30 @@ def test_w4a16_and_the_norm_run_in_a_graph_that_sees_noise_added_in_place() -> N
     assert relative(normed, 2 * clean) < 5e-3
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 31, 64, 100, 256])
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [((4608, 3584), (3584, 512, 512)), ((3584, 18944), (3584,)), ((192, 640), (96, 32, 64))],
+)
+def test_adapters_of_every_member_are_added_200_times_alike(
+    shape: tuple[int, int], widths: tuple[int, ...], tokens: int
+) -> None:
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("the fused kernels need compute capability 9.0")
+    found = check_lora(packed_weight(*shape), widths, tokens)
+    assert found["differing"] == 0
+    assert found["relative_error"] < 4e-3  # of x Wᵀ + a Bᵀ: both terms matter, a is rounded
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_an_adapter_of_a_dense_matmul_is_added(rows: int) -> None:
+    a, b = torch.randn(rows, 96, device="cuda").bfloat16(), torch.randn(4608, 32, device="cuda")
+    low_rank = Expand(a, b.bfloat16(), (3584, 512, 512))
+    y = torch.randn(rows, 4608, device="cuda").bfloat16()
+    want = y.double() + low_rank.total().double()
+    assert relative(expand(y, low_rank), want) < 3e-3
+
+
 @pytest.mark.parametrize(("rows", "group"), [(1, 0), (5, 0), (32, 16), (48, 8)])
 def test_attention_equals_its_reference(rows: int, group: int) -> None:
     h, hk, d, size = 28, 4, 128, 64
@@ -137,6 +162,15 @@ def test_sampling_equals_its_reference_and_ignores_the_batch(vocabulary: int) ->
     alone = sample(logits[7:8], seeds[7:8], positions[7:8], 0.9, Draws.allocate(1, vocabulary))
     assert alone.tokens[0] == found.tokens[7]
     assert alone.logprobs[0] == found.logprobs[7]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_nan_draw_a_token_of_the_vocabulary(temperature: float) -> None:
+    logits = torch.full((2, 9000), float("nan"), device="cuda")
+    seeds = torch.zeros(2, dtype=torch.int64, device="cuda")
+    found = sample(logits, seeds, seeds, temperature, Draws.allocate(2, 9000))
+    assert bool(((found.tokens >= 0) & (found.tokens < 9000)).all())
+    assert bool(found.logprobs.isnan().all())
 
 
 @pytest.mark.parametrize("rows", [8, 32])

@@ -25,21 +25,26 @@ def test_norm_is_the_policys_norm_of_the_sum() -> None:
     assert torch.equal(normed, RMSNorm(weight, 1e-5)(residual + y))
 
 
-def test_rope_is_the_policys_rotation_with_bias_and_adapters_before_it() -> None:
+def test_an_adapter_adds_each_member_its_own_product() -> None:
+    widths = (64, 32, 16)
+    a, b = torch.randn(5, 3 * 16), torch.randn(sum(widths), 16)
+    own = zip(a.split(16, 1), b.split(widths), strict=True)
+    want = torch.cat([x @ low.T for x, low in own], 1)
+    torch.testing.assert_close(Expand(a, b, widths).total(), want)
+    with pytest.raises(ValueError, match="rank 24"):
+        Expand(a, torch.randn(112, 24), widths)
+
+
+def test_rope_is_the_policys_rotation_with_the_bias_before_it() -> None:
     h, hk, d, m = 4, 2, 16, 5
     widths = (h * d, hk * d, hk * d)
     y, bias = torch.randn(m, sum(widths)), torch.randn(sum(widths))
-    a, b = torch.randn(m, 3 * 16), torch.randn(16, sum(widths))
     angles = torch.rand(50, d // 2) * 6
     heads = Heads(heads=h, kv_heads=hk, head_dim=d, cos=angles.cos(), sin=angles.sin(), bias=bias)
     positions = torch.randint(0, 50, (m,))
-    q, k, v = rope_reference(Parts.of(y), heads, positions, Expand(a, b, widths))
+    q, k, v = rope_reference(Parts.of(y), heads, positions)
     cos, sin = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
-    members = zip(y.split(widths, 1), bias.split(widths), b.split(widths, 1), strict=True)
-    want = [
-        part + shift + a[:, 16 * i : 16 * (i + 1)] @ low
-        for i, (part, shift, low) in enumerate(members)
-    ]
+    want = [x + shift for x, shift in zip(y.split(widths, 1), bias.split(widths), strict=True)]
     torch.testing.assert_close(q, rotate(want[0].view(m, h, d), cos, sin))
     torch.testing.assert_close(k, rotate(want[1].view(m, hk, d), cos, sin))
     torch.testing.assert_close(v, want[2].view(m, hk, d))

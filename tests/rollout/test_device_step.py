@@ -35,7 +35,7 @@ def _plan(weight: TiledWeight, tokens: int) -> Plan:
     return how if how.kernel == "gemv" else dataclasses.replace(how, split=3, whole=whole)
 
 
-def _parts(x, weight, tokens, how, workspace, out) -> Parts:
+def _parts(x, weight, tokens, how, workspace, out, lora=None) -> Parts:
     """What the kernel promises: parts of y from x in the plan's order; padding rows unread."""
     assert x.is_contiguous()
     assert len(x) == (
@@ -43,6 +43,7 @@ def _parts(x, weight, tokens, how, workspace, out) -> Parts:
     )
     rows = natural_order(x[:tokens]) if how.order == "mma" else x[:tokens]
     y = rows.float() @ dequantize_reference(weight, torch.float32).T
+    y = y if lora is None else y + lora.total()
     first = weight.shape[0] if how.kernel == "gemv" else how.whole * 64 * how.row_tiles
     out.fill_(torch.nan)
     out[:, :first] = y[:, :first]
@@ -117,7 +118,7 @@ def test_a_stack_pads_ranks_with_zeros_and_scales_b():
     stack.refresh()
     x = torch.randn(3, 512)
     inner = (x @ stack.lora_a.T).split(32, 1)
-    columns = stack.lora_b.split(stack.widths, 1)
+    columns = stack.lora_b.T.split(stack.widths, 1)
     added = torch.cat([a @ b for a, b in zip(inner, columns, strict=True)], 1)
     plain = torch.cat([frozen(linear)(x) for linear in linears], 1)
     want = torch.cat([linear(x) for linear in linears], 1) - plain
