@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl.kernels.dequant import dequantize
 from qerl.kernels.layout import TiledWeight, dequantize_reference
 from qerl.kernels.lint import compile_plan
-from qerl.kernels.lora import SPLIT, Expand, shrink
+from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.peers import time_peer
 from qerl.kernels.tiles import Plan, plan_for
@@ -108,44 +108,64 @@ def check_plan(weight: TiledWeight, tokens: int, how: Plan, repeats: int = 200) 
     }
 
 
+def random_adapters(
+    widths: Sequence[int], columns: int, rows: int, rank: int, count: int
+) -> list[Adapter]:
+    """`count` adapters of one random A and B that are multiplied in turns."""
+    ranks = len(widths) * rank
+    stacked = (torch.randn(ranks, columns, device="cuda") / columns**0.5).bfloat16()
+    partials, counters = Adapter.scratch(rows, ranks, "cuda")
+    marks = torch.zeros(count, dtype=torch.int32, device="cuda")
+    return [
+        Adapter(
+            stacked=stacked,
+            b=torch.randn(sum(widths), rank, device="cuda").bfloat16(),
+            widths=tuple(widths),
+            a=torch.empty(rows, ranks, dtype=torch.bfloat16, device="cuda"),
+            partials=partials,
+            counters=counters,
+            ready=marks[i : i + 1],
+            clear=marks[i - 1 :][:1],
+        )
+        for i in range(count)
+    ]
+
+
 def check_lora(
     weight: TiledWeight, widths: Sequence[int], tokens: int, rank: int = 32, repeats: int = 200
 ) -> dict[str, Any]:
-    """As `check_plan`, of norm, shrink and matmul with an adapter, launched one upon the other.
+    """As `check_plan`, of a norm and a matmul with an adapter launched one upon the other.
 
-    The matmul reads x without a wait of its own; x is poisoned before each run.
+    The wgmma kernel reads x without a wait of its own; x is poisoned before each run.
     """
     (n, k), how = weight.shape, plan(weight, tokens)
     residual = torch.randn(tokens, k, device="cuda").bfloat16()
-    ones, stacked = torch.ones(k, device="cuda"), torch.randn(len(widths) * rank, k, device="cuda")
-    low, b = (stacked / k**0.5).bfloat16(), torch.randn(n, rank, device="cuda").bfloat16()
+    ones = torch.ones(k, device="cuda")
     x = torch.empty(256, k, dtype=torch.bfloat16, device="cuda")
-    a = torch.empty(tokens, len(low), dtype=torch.bfloat16, device="cuda")
-    lora = Expand(a, b, tuple(widths))
+    turns = random_adapters(widths, k, tokens, rank, 2)
+    turns[1] = replace(turns[0], ready=turns[1].ready, clear=turns[1].clear)
     space = Workspace.allocate([weight.shape], 256)
-    scratch = torch.empty(SPLIT * a.numel(), device="cuda")
-    counters = torch.zeros(256, dtype=torch.int32, device="cuda")
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     rows = tokens if how.kernel == "gemv" else -(-tokens // how.token_tile) * how.token_tile
     add_rms_norm(None, residual, ones, 1e-6, x)
-    given = x[:tokens].double()
-    product = given @ low.double().T  # [M, members * rank]
-    added = [
-        p @ c.T for p, c in zip(product.split(rank, 1), b.double().split(list(widths)), strict=True)
-    ]
-    want = given @ dequantize(weight).double().T + torch.cat(added, 1)
+    given, low = x[:tokens].double(), turns[0]
+    products = (given @ low.stacked.double().T).split(rank, 1)
+    columns = low.b.double().split(list(widths))
+    added = torch.cat([p @ b.T for p, b in zip(products, columns, strict=True)], 1)
+    want = given @ dequantize(weight).double().T + added
     first, differing = None, 0
-    for _ in range(repeats):
-        for tensor in (x, a, out, space.partials, scratch):
+    for run in range(repeats):
+        for tensor in (x, low.a, out, space.partials, low.partials):
             tensor.fill_(float("nan"))
         add_rms_norm(None, residual, ones, 1e-6, x, order=how.order)
-        shrink(x, low, a, scratch, counters, order=how.order)
-        sum_parts(w4a16_parts(x[:rows], weight, tokens, how, space, out, lora), how.pdl)
+        parts = w4a16_parts(x[:rows], weight, tokens, how, space, out, turns[run % 2])
+        sum_parts(parts, how.pdl)
         first = out.clone() if first is None else first
         differing += int(not torch.equal(out, first))
     assert first is not None
     error = float((first.double() - want).norm() / want.norm())
-    return {"relative_error": error, "differing": differing, "repeats": repeats}
+    zero = not bool(low.counters.any()) and not bool(space.counters.any())
+    return {"relative_error": error, "differing": differing, "counters_zero": zero}
 
 
 def check_dequantize(weight: TiledWeight) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels.bench import precompile, random_weight
+from qerl.kernels.bench import precompile, random_adapters, random_weight
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import SPLIT, Expand, shrink
+from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
 from qerl.kernels.parts import Parts
@@ -91,34 +91,27 @@ class DecodeLayers:
         self.q = _random(batch.rows, heads[0], HEAD_DIM)
         self.inputs = {name: _random(256, k) for name, (_, k) in linears.items()}
         self.outputs = {name: _random(batch.rows, n) for name, (n, _) in linears.items()}
-        self._adapters(linears, (width, kv, mlp))
+        self._adapters((width, kv, mlp))
 
-    def _adapters(self, linears: dict[str, tuple[int, int]], sizes: tuple[int, int, int]) -> None:
+    def _adapters(self, sizes: tuple[int, int, int]) -> None:
         width, kv, mlp = sizes
-        self.members = {"qkv": (width, kv, kv), "o": (width,), "gate_up": (mlp, mlp)}
-        self.members["down"] = (width,)
-        self.lora_a = {
-            n: _random(len(self.members[n]) * self.rank, k) for n, (_, k) in linears.items()
+        members = {"qkv": (width, kv, kv), "o": (width,), "gate_up": (mlp, mlp), "down": (width,)}
+        columns = {"qkv": width, "o": width, "gate_up": width, "down": mlp}
+        self.adapters: dict[str, list[Adapter]] = {
+            name: random_adapters(widths, columns[name], self.rows, self.rank, len(self.weights))
+            for name, widths in members.items()
+            if self.rank
         }
-        self.lora_b = {n: _random(rows, self.rank) for n, (rows, _) in linears.items()}
-        ranks = {n: len(m) * self.rank for n, m in self.members.items()}
-        self.lora_x = {n: _random(self.rows, r) for n, r in ranks.items()}
-        self.lora_parts = torch.empty(SPLIT * self.rows * 3 * max(self.rank, 1), device="cuda")
-        self.lora_counters = torch.zeros(64, dtype=torch.int32, device="cuda")
 
     def _order(self, name: str) -> str:
         return self.plans[name].order
 
     def _linear(self, layer: int, name: str) -> Parts:
         x, how = self.inputs[name], self.plans[name]
-        lora = None
-        if self.rank:
-            inner, scratch = self.lora_x[name], (self.lora_parts, self.lora_counters)
-            shrink(x, self.lora_a[name], inner, *scratch, order=how.order)
-            lora = Expand(inner, self.lora_b[name], self.members[name])
+        adapter = self.adapters[name][layer] if self.rank else None
         rows = x if how.kernel == "gemv" else x[: _padded(how, self.rows)]
-        out = self.outputs[name]
-        return w4a16_parts(rows, self.weights[layer][name], self.rows, how, self.space, out, lora)
+        weight, out = self.weights[layer][name], self.outputs[name]
+        return w4a16_parts(rows, weight, self.rows, how, self.space, out, adapter)
 
     def step(self) -> None:
         """All layers once."""

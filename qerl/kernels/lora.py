@@ -1,11 +1,19 @@
 """LoRA in decode: a product with the stacked A beside the matmul, and B added in its epilogue.
 
-    a = x [A_1; A_2; ..]ᵀ   (`shrink`: q, k, v share one product, gate and up another)
-    y_i += a_i B_iᵀ         (the end of the 4-bit matmuls; `expand` after a dense one)
+    a = x [A_1; A_2; ..]ᵀ   (q, k, v share one product, gate and up another)
+    y_i += a_i B_iᵀ         (B carries alpha / rank)
 
-`shrink` is launched right before the matmul. It waits for x and then releases the matmul at once,
-so both run together; the matmul waits for `shrink` when it needs a, at its end. B carries alpha /
-rank. Adapters are updated in place in these buffers; captured graphs stay valid.
+============  ==========================================  =====================================
+matmul        first product                               second product
+============  ==========================================  =====================================
+gemv          the first programs of its own grid          in its epilogue, when all of a is there
+gemm (wgmma)  `shrink`, launched right before: it waits   in its epilogue, after it has waited
+              for x and then releases the matmul, so      for `shrink`
+              both run together
+dense         `shrink`                                    `expand`, a launch of its own
+============  ==========================================  =====================================
+
+Adapters are updated in place in these buffers; captured graphs stay valid.
 """
 
 # Bodies of jitted functions are Triton, not Python: they carry no types.
@@ -29,18 +37,37 @@ from qerl.kernels.parts import natural_column
 SPLIT = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Expand:
-    """The second half of an adapter: a Bᵀ, to be added to the columns of a stacked matmul."""
+LOW_PARTS = 16
+"""Most parts of K in which the gemv takes a row of A."""
 
-    a: Float[Tensor, "M Rs"]
-    """bf16 [M, members * R]: product of x and the stacked A; R is a power of two, 16 to 128."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """LoRA of a stacked matmul, with the scratch of its first product."""
+
+    stacked: Float[Tensor, "Rs K"]
+    """bf16: the members' A below each other; Rs = members * R."""
 
     b: Float[Tensor, "N R"]
-    """bf16: the members' B below each other, times alpha / rank."""
+    """bf16: the members' B below each other, times alpha / rank; R is 16, 32, 64 or 128."""
 
     widths: tuple[int, ...]
     """Columns of y of each member, at most three; they add up to N."""
+
+    a: Float[Tensor, "M Rs"]
+    """bf16: x Aᵀ, written by every call."""
+
+    partials: Float[Tensor, " P"]
+    """fp32 scratch; adapters of one stream share it."""
+
+    counters: Int[Tensor, " Q"]
+    """int32 zeros, left zero; adapters of one stream share them."""
+
+    ready: Int[Tensor, " 1"]
+    """int32: rows of A that are multiplied. Zero before the call, Rs after it."""
+
+    clear: Int[Tensor, " 1"]
+    """`ready` of the adapter that was multiplied before this one; set to zero on the way."""
 
     def __post_init__(self) -> None:
         rank = self.rank
@@ -49,27 +76,37 @@ class Expand:
                 f"adapter of {len(self.widths)} members, rank {rank}: kernels take up to 3 members "
                 "and a rank of 16, 32, 64 or 128; pad B with zeros, or set rollout.graphs=false"
             )
+        if self.ready.data_ptr() == self.clear.data_ptr():
+            raise ValueError(
+                "1 adapter in all: kernels clear the mark of the one before, so they take 2 or "
+                "more; train more targets, or set rollout.graphs=false"
+            )
+
+    @staticmethod
+    def scratch(
+        rows: int, ranks: int, device: torch.device | str
+    ) -> tuple[Float[Tensor, " P"], Int[Tensor, " Q"]]:
+        """(partials, counters) for up to `rows` tokens and `ranks` rows of a stacked A."""
+        partials = torch.empty(max(SPLIT * rows, LOW_PARTS * 16) * ranks, device=device)
+        tiles = -(-ranks // 32) * -(-rows // 16)
+        return partials, torch.zeros(max(tiles, ranks), dtype=torch.int32, device=device)
 
     @property
     def rank(self) -> int:
+        """R."""
         return self.b.shape[1]
 
-    def total(self) -> Float[Tensor, "M N"]:
-        """The specification: a Bᵀ in fp32, member by member."""
+    def added(self, a: Float[Tensor, "M Rs"]) -> Float[Tensor, "M N"]:
+        """The specification of the second product: a Bᵀ in fp32, member by member."""
         columns = self.b.float().split(list(self.widths))
-        inner = self.a.float().split(self.rank, dim=1)
+        inner = a.float().split(self.rank, dim=1)
         return torch.cat([x @ y.T for x, y in zip(inner, columns, strict=True)], dim=1)
 
-    def arguments(self) -> tuple[Tensor, Tensor, int, int, int]:
-        """(a, b, row stride of a, end of the first member, end of the second) for kernels."""
+    def places(self) -> tuple[Tensor, Tensor, int, int, int]:
+        """(a, b, columns of a, end of the first member, end of the second) for kernels."""
         first = self.widths[0]
         second = first + self.widths[1] if len(self.widths) > 1 else first
         return self.a, self.b, self.a.stride(0), first, second
-
-    @staticmethod
-    def none(y: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
-        """What stands for `arguments` where there is no adapter; never read."""
-        return y, y, 0, 0, 0
 
 
 def shrink_reference(
@@ -144,32 +181,22 @@ def _shrink_kernel(  # noqa: PLR0913
 
 
 def shrink(
-    x: Float[Tensor, "rows K"],
-    stacked: Float[Tensor, "Rs K"],
-    out: Float[Tensor, "M Rs"],
-    partials: Float[Tensor, " P"],
-    counters: Int[Tensor, " Q"],
-    *,
-    order: str = "natural",
-    pdl: int = 1,
+    x: Float[Tensor, "rows K"], adapter: Adapter, *, order: str = "natural", pdl: int = 1
 ) -> Float[Tensor, "M Rs"]:
-    """A = x Aᵀ for the rows of `out`, accumulated in fp32.
+    """`adapter.a` = x Aᵀ for as many rows as it has, accumulated in fp32.
 
     Args:
-        x: bf16; M rows or more, columns in `order`.
-        stacked: bf16, the members' A below each other, natural column order.
-        out: bf16, the dtype in which the trainer hands it on (fp32 in tests).
-        partials: fp32 scratch, SPLIT * M * Rs; not the one of a matmul that runs beside this.
-        counters: int32 zeros, one a program tile; left zero.
+        x: bf16 (fp32 in tests); M rows or more, columns in `order`.
+        adapter: its A is in natural column order.
         order: column order of x.
         pdl: programmatic dependent launch.
     """
-    m, k = out.shape[0], stacked.shape[1]
-    ranks = stacked.shape[0]
-    if x.shape[1] != k or out.shape[1] != ranks or x.shape[0] < m:
+    stacked, out = adapter.stacked, adapter.a
+    (m, ranks), k = out.shape, stacked.shape[1]
+    if x.shape[1] != k or stacked.shape[0] != ranks or x.shape[0] < m:
         raise ValueError(
-            f"x {tuple(x.shape)}, A {tuple(stacked.shape)}, out {tuple(out.shape)}: "
-            "x [rows, K] and A [Rs, K] give out [M, Rs] with M <= rows"
+            f"x {tuple(x.shape)}, A {tuple(stacked.shape)}, a {tuple(out.shape)}: "
+            "x [rows, K] and A [Rs, K] give a [M, Rs] with M <= rows"
         )
     if not runs_kernels(x):
         return out.copy_(shrink_reference(x[:m], stacked, order))
@@ -179,8 +206,8 @@ def shrink(
     kernel = _shrink_kernel[grid](
         x,
         stacked,
-        partials,
-        counters,
+        adapter.partials,
+        adapter.counters,
         out,
         m,
         k,
@@ -239,32 +266,40 @@ def _expand_kernel(  # noqa: PLR0913
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def expand(y: Float[Tensor, "M N"], lora: Expand, *, pdl: int = 1) -> Float[Tensor, "M N"]:
-    """Y += a Bᵀ, in place: the adapter of a matmul that has no epilogue of ours.
+def add_adapter(
+    y: Float[Tensor, "M N"], x: Float[Tensor, "rows K"], adapter: Adapter, *, pdl: int = 1
+) -> Float[Tensor, "M N"]:
+    """Y += (x Aᵀ) Bᵀ in place: the adapter of a matmul that has no epilogue of ours.
 
     Args:
         y: bf16 (fp32 in tests), contiguous.
-        lora: its a and b in the dtype of y.
+        x: the matmul's input, natural column order.
+        adapter: in the dtype of y.
         pdl: programmatic dependent launch.
     """
+    return expand(y, shrink(x, adapter, pdl=pdl), adapter, pdl=pdl)
+
+
+def expand(
+    y: Float[Tensor, "M N"], a: Float[Tensor, "M Rs"], adapter: Adapter, *, pdl: int = 1
+) -> Float[Tensor, "M N"]:
+    """Y += a Bᵀ in place, where a is `adapter.a` or stands for it."""
     m, n = y.shape
-    if lora.a.shape[0] != m or lora.b.shape[0] != n:
+    if len(a) != m or len(adapter.b) != n:
         raise ValueError(
-            f"y {(m, n)}, a {tuple(lora.a.shape)}, B {tuple(lora.b.shape)}: a has the rows of y "
-            "and B its columns"
+            f"y {(m, n)}, a {tuple(a.shape)}, B {tuple(adapter.b.shape)}: a has the rows of y and "
+            "B its columns"
         )
     if not runs_kernels(y):
-        return y.copy_(y.float() + lora.total())
-    a, b, *places = lora.arguments()
+        return y.copy_(y.float() + adapter.added(a))
     rows = 16 if m <= 16 else 32
     _expand_kernel[(triton.cdiv(n, 128), triton.cdiv(m, rows))](
         y,
         a,
-        b,
-        *places,
+        *adapter.places()[1:],
         m,
         n,
-        R=lora.rank,
+        R=adapter.rank,
         BM=rows,
         BN=128,
         PDL=pdl,

@@ -29,7 +29,7 @@ from triton.language.extra import cuda as tlc
 from qerl.kernels.dequant import frozen_linear
 from qerl.kernels.launch import carve_shared, check_rows, gpu_name, is_hopper
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import Expand
+from qerl.kernels.lora import Adapter, shrink
 from qerl.kernels.parts import Parts, mma_column
 from qerl.kernels.tiles import BUCKETS, Plan, bucket, plan_for
 from qerl.kernels.w4a16_gemm import descriptors, launch_gemm
@@ -128,7 +128,7 @@ def w4a16_parts(
     how: Plan,
     workspace: Workspace,
     out: Float[Tensor, "M N"],
-    lora: Expand | None = None,
+    adapter: Adapter | None = None,
 ) -> Parts:
     """Y as the parts that the kernel leaves; the kernel that reads y adds them up.
 
@@ -140,15 +140,17 @@ def w4a16_parts(
         how: a plan of kernel ``gemv`` or ``gemm``.
         workspace: scratch; the parts live in its `partials` until the next split linear.
         out: bf16 [M, N]; the columns that are not cut are written here.
-        lora: adapter to add. Its `shrink` of this x is the launch right before this one.
+        adapter: LoRA of this weight, to be added; its `a` has `tokens` rows.
     """
     n = weight.shape[0]
     if how.kernel == "gemv":
         space = (workspace.partials, workspace.counters)
-        launch_gemv(x[:tokens], weight, out, *space, how, lora)
+        launch_gemv(x[:tokens], weight, out, *space, how, adapter)
         return Parts(out, workspace.partials, n, 0)
+    if adapter is not None:
+        shrink(x, adapter, order=how.order, pdl=how.pdl)
     operands = descriptors(x, weight, how.token_tile, how.row_tiles)
-    carve_shared(launch_gemm(operands, weight, out, workspace.partials, tokens, how, lora))
+    carve_shared(launch_gemm(operands, weight, out, workspace.partials, tokens, how, adapter))
     if how.split == 1:
         return Parts(out, workspace.partials, n, 0)
     return Parts(out, workspace.partials, how.whole * 64 * how.row_tiles, how.split)

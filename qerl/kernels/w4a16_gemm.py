@@ -34,7 +34,7 @@ from triton.language.extra import cuda as tlc
 from qerl.kernels.epilogue import add_lora
 from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import Expand
+from qerl.kernels.lora import Adapter
 from qerl.kernels.tiles import Plan
 
 
@@ -322,7 +322,7 @@ def launch_gemm(
     partials: Float[Tensor, " P"],
     tokens: int,
     plan: Plan,
-    lora: Expand | None = None,
+    adapter: Adapter | None = None,
 ) -> object:
     """Launch on checked arguments; `w4a16` is the front door.
 
@@ -333,7 +333,7 @@ def launch_gemm(
         partials: fp32, at least split * M * (N - first cut row).
         tokens: M.
         plan: tile shape and split; `split <= ceil(K / 128)`.
-        lora: adapter to add; the launch before this one is its `shrink`.
+        adapter: to add; the launch before this one is its `shrink`.
     """
     n = weight.shape[0]
     tiles = -(-n // (64 * plan.row_tiles))
@@ -345,14 +345,14 @@ def launch_gemm(
         weight.tensor_scale,
         partials,
         y,
-        *(lora.arguments() if lora else Expand.none(y)),
+        *(adapter.places() if adapter else (y, y, 0, 0, 0)),
         tokens,
         n,
         weight.scales.shape[1],
         token_tiles,
         whole,
         plan.split,
-        RANK=lora.rank if lora else 0,
+        RANK=adapter.rank if adapter else 0,
         BM=plan.token_tile,
         TG=plan.row_tiles,
         ST=plan.stages,

@@ -129,19 +129,19 @@ class RolloutBench:
             rows.append(row | self._measure(policy, batch))
 
     def _measure(self, policy: Policy, batch: int) -> dict[str, float]:
-        """Calls of 8 tokens (compiles, captures), of 1 (prefill alone) and of all of them."""
+        """Calls of 8 tokens (compiles), of all (captures), of 1 (prefill alone), of all again."""
         engine = NativeEngine(
             policy, max_sequences=batch, kv_budget_gib=self.kv_budget_gib, graphs=True
         )
         count = batch // self.group
         prompts = random_prompts(count, self.prompt, policy.spec.vocab_size)
         seconds = []
-        for step, cap in enumerate((8, 1, self.new_tokens)):
+        for step, cap in enumerate((8, self.new_tokens, 1, self.new_tokens)):
             sampling = Sampling(group_size=self.group, max_new_tokens=cap, ignore_eos=True)
             engine.generate(prompts, sampling, seed=0, rollout_step=step)
             assert engine.stats is not None
             seconds.append(engine.stats.seconds)
-        first, prefill, whole = seconds
+        first, capturing, prefill, whole = seconds
         peak = torch.cuda.max_memory_allocated() / 2**30
         engine.release()
         return {
@@ -150,6 +150,7 @@ class RolloutBench:
             "prefill_s": round(prefill, 3),
             "step_ms": round(1e3 * (whole - prefill) / (self.new_tokens - 1), 3),
             "first_call_s": round(first, 2),
+            "capture_s": round(capturing - whole, 2),
             "peak_gib": round(peak, 2),
         }
 

@@ -5,7 +5,7 @@ buffers, so a captured step can be replayed without a word from Python. Norms ar
 policy has them, noise included; adapters from the buffers of `stacks`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Int
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qerl.kernels.advance import Rows, advance
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import SPLIT, Expand, expand, shrink
+from qerl.kernels.lora import Adapter, add_adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
 from qerl.kernels.parts import Parts
@@ -106,22 +106,42 @@ class DeviceStep:
         self._inputs = {name: buffer(BUCKETS[-1], k) for name, (_, k) in shapes.items()}
         self._outputs = {name: buffer(rows, n) for name, (n, _) in shapes.items()}
         self._space = Workspace.allocate(list(shapes.values()), rows, device)
-        self._lora_space(rows)
+        self._make_adapters(rows)
 
-    def _lora_space(self, rows: int) -> None:
-        """Scratch of the adapters' first products."""
-        widths = {
-            name: max(0 if a is None else len(a) for a in (s[name].lora_a for s in self._stacks))
-            for name in STACKS
-        }
+    def _make_adapters(self, rows: int) -> None:
+        """What the kernels take of each stack's LoRA. They are multiplied in this order."""
+        found = [
+            (layer, name, stack)
+            for layer, stacks in enumerate(self._stacks)
+            for name, stack in stacks.items()
+            if stack.lora_a is not None
+        ]
+        widest = max((len(s.lora_a) for *_, s in found if s.lora_a is not None), default=1)
+        partials, counters = Adapter.scratch(rows, widest, self.device)
+        self._marks = torch.zeros(len(found), dtype=torch.int32, device=self.device)
         dtype = self._residual.dtype
-        self._inner = {
-            n: torch.zeros(rows, w, dtype=dtype, device=self.device) for n, w in widths.items()
-        }
-        widest = max(*widths.values(), 1)
-        self._lora_parts = torch.empty(SPLIT * rows * widest, device=self.device)
-        tiles = -(-widest // 32) * -(-rows // 16)
-        self._lora_counters = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+        self._adapters: dict[tuple[int, str], Adapter] = {}
+        for place, (layer, name, stack) in enumerate(found):
+            assert stack.lora_a is not None
+            assert stack.lora_b is not None
+            self._adapters[layer, name] = Adapter(
+                stacked=stack.lora_a,
+                b=stack.lora_b,
+                widths=stack.widths,
+                a=torch.zeros(rows, len(stack.lora_a), dtype=dtype, device=self.device),
+                partials=partials,
+                counters=counters,
+                ready=self._marks[place : place + 1],
+                clear=self._marks[place - 1 :][:1],
+            )
+
+    def adapters(self, rows: int) -> dict[tuple[int, str], Adapter]:
+        """LoRA for the first `rows` rows, by layer and stack; without those that have none."""
+        return {key: replace(some, a=some.a[:rows]) for key, some in self._adapters.items()}
+
+    def reset_marks(self) -> None:
+        """Forget how far an interrupted step came."""
+        self._marks.zero_()
 
     def plans(self, rows: int) -> dict[str, Plan]:
         """How each stack is multiplied by `rows` rows."""
@@ -163,6 +183,7 @@ class Bound:
         )
         self._cut = step.cut(rows, prompts)
         self._plans = step.plans(rows)
+        self._adapters = step.adapters(rows)
         self._draws = Draws.allocate(rows, len(step._policy.decoder.head), step.device)
 
     def __call__(self) -> None:
@@ -205,16 +226,10 @@ class Bound:
     def _linear(self, index: int, name: str) -> Parts:
         """The stack's product with its adapter, as parts."""
         step, how, rows = self._step, self._plans[name], self._count
-        stack, x = step._stacks[index][name], step._inputs[name]
-        lora = None
-        if stack.lora_a is not None and stack.lora_b is not None:
-            inner = step._inner[name][:rows]
-            scratch = (step._lora_parts, step._lora_counters)
-            shrink(x, stack.lora_a, inner, *scratch, order=how.order)
-            lora = Expand(inner, stack.lora_b, stack.widths)
-        out = step._outputs[name][:rows]
+        stack, x, out = step._stacks[index][name], step._inputs[name], step._outputs[name][:rows]
+        adapter = self._adapters.get((index, name))
         if not isinstance(stack.weight, TiledWeight):
             y = torch.mm(x[:rows], stack.weight.T, out=out)
-            return Parts.of(y if lora is None else expand(y, lora))
+            return Parts.of(y if adapter is None else add_adapter(y, x, adapter))
         padded = rows if how.kernel == "gemv" else -(-rows // how.token_tile) * how.token_tile
-        return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out, lora)
+        return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out, adapter)

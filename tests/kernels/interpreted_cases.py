@@ -43,9 +43,19 @@ def all_parts(n: int) -> list[parts.Parts]:
     ]
 
 
-def adapter(*widths: int) -> lora.Expand:
-    n = sum(widths)
-    return lora.Expand(torch.randn(M, 16 * len(widths)), torch.randn(n, 16), widths)
+def adapter(*widths: int, columns: int = 64, rows: int = M) -> lora.Adapter:
+    ranks, marks = 16 * len(widths), torch.zeros(2, dtype=torch.int32)
+    partials, counters = lora.Adapter.scratch(rows, ranks, "cpu")
+    return lora.Adapter(
+        stacked=torch.randn(ranks, columns),
+        b=torch.randn(sum(widths), 16),
+        widths=widths,
+        a=torch.full((rows, ranks), float("nan")),
+        partials=partials,
+        counters=counters,
+        ready=marks[:1],
+        clear=marks[1:],
+    )
 
 
 def case_dequantize_is_bitwise_the_format() -> None:
@@ -148,23 +158,21 @@ def case_expand_adds_each_member_to_its_columns() -> None:
     lora.runs_kernels = lambda x: True
     for widths in ((576,), (100, 200), (130, 64, 61)):  # borders inside column tiles
         low_rank = adapter(*widths)
-        y = torch.randn(M, sum(widths))
-        want = y + low_rank.total()
-        close(lora.expand(y, low_rank, pdl=0), want)
+        y, x = torch.randn(M, sum(widths)), torch.randn(M, 64)
+        want = y + low_rank.added(x @ low_rank.stacked.T)
+        close(lora.add_adapter(y, x, low_rank, pdl=0), want)
 
 
 def case_shrink_sums_its_parts_in_order() -> None:
     lora.runs_kernels = lambda x: True
     for k, m in ((576, 5), (192, 17)):
-        x, stacked = torch.randn(m, k), torch.randn(48, k)
+        x, low_rank = torch.randn(m, k), adapter(32, 32, 32, columns=k, rows=m)
         for order in ("natural", "mma"):
-            out, counters = torch.full((m, 48), float("nan")), torch.zeros(8, dtype=torch.int32)
+            low_rank.a.fill_(float("nan"))
             given = layout.mma_order(x) if order == "mma" else x
-            lora.shrink(
-                given, stacked, out, torch.empty(lora.SPLIT * m * 48), counters, order=order, pdl=0
-            )
-            close(out, x @ stacked.T)
-            assert not counters.any(), "counters are not back at zero"
+            out = lora.shrink(given, low_rank, order=order, pdl=0)
+            close(out, x @ low_rank.stacked.T)
+            assert not low_rank.counters.any(), "counters are not back at zero"
 
 
 def case_attention_reads_shared_prompts_and_own_pages() -> None:

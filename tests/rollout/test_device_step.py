@@ -35,7 +35,7 @@ def _plan(weight: TiledWeight, tokens: int) -> Plan:
     return how if how.kernel == "gemv" else dataclasses.replace(how, split=3, whole=whole)
 
 
-def _parts(x, weight, tokens, how, workspace, out, lora=None) -> Parts:
+def _parts(x, weight, tokens, how, workspace, out, adapter=None) -> Parts:
     """What the kernel promises: parts of y from x in the plan's order; padding rows unread."""
     assert x.is_contiguous()
     assert len(x) == (
@@ -43,7 +43,7 @@ def _parts(x, weight, tokens, how, workspace, out, lora=None) -> Parts:
     )
     rows = natural_order(x[:tokens]) if how.order == "mma" else x[:tokens]
     y = rows.float() @ dequantize_reference(weight, torch.float32).T
-    y = y if lora is None else y + lora.total()
+    y = y if adapter is None else y + adapter.added(rows @ adapter.stacked.T)
     first = weight.shape[0] if how.kernel == "gemv" else how.whole * 64 * how.row_tiles
     out.fill_(torch.nan)
     out[:, :first] = y[:, :first]
