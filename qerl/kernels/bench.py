@@ -108,27 +108,18 @@ def check_plan(weight: TiledWeight, tokens: int, how: Plan, repeats: int = 200) 
     }
 
 
-def random_adapters(
-    widths: Sequence[int], columns: int, rows: int, rank: int, count: int
-) -> list[Adapter]:
-    """`count` adapters of one random A and B that are multiplied in turns."""
+def random_adapter(widths: Sequence[int], columns: int, rows: int, rank: int) -> Adapter:
+    """An adapter of random A and B for up to `rows` tokens."""
     ranks = len(widths) * rank
-    stacked = (torch.randn(ranks, columns, device="cuda") / columns**0.5).bfloat16()
     partials, counters = Adapter.scratch(rows, ranks, "cuda")
-    marks = torch.zeros(count, dtype=torch.int32, device="cuda")
-    return [
-        Adapter(
-            stacked=stacked,
-            b=torch.randn(sum(widths), rank, device="cuda").bfloat16(),
-            widths=tuple(widths),
-            a=torch.empty(rows, ranks, dtype=torch.bfloat16, device="cuda"),
-            partials=partials,
-            counters=counters,
-            ready=marks[i : i + 1],
-            clear=marks[i - 1 :][:1],
-        )
-        for i in range(count)
-    ]
+    return Adapter(
+        stacked=(torch.randn(ranks, columns, device="cuda") / columns**0.5).bfloat16(),
+        b=torch.randn(sum(widths), rank, device="cuda").bfloat16(),
+        widths=tuple(widths),
+        a=torch.empty(rows, ranks, dtype=torch.bfloat16, device="cuda"),
+        partials=partials,
+        counters=counters,
+    )
 
 
 def check_lora(
@@ -136,29 +127,28 @@ def check_lora(
 ) -> dict[str, Any]:
     """As `check_plan`, of a norm and a matmul with an adapter launched one upon the other.
 
-    The wgmma kernel reads x without a wait of its own; x is poisoned before each run.
+    The matmul reads x without a wait of its own; x is poisoned before each run.
     """
     (n, k), how = weight.shape, plan(weight, tokens)
     residual = torch.randn(tokens, k, device="cuda").bfloat16()
     ones = torch.ones(k, device="cuda")
     x = torch.empty(256, k, dtype=torch.bfloat16, device="cuda")
-    turns = random_adapters(widths, k, tokens, rank, 2)
-    turns[1] = replace(turns[0], ready=turns[1].ready, clear=turns[1].clear)
+    low = random_adapter(widths, k, tokens, rank)
     space = Workspace.allocate([weight.shape], 256)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     rows = tokens if how.kernel == "gemv" else -(-tokens // how.token_tile) * how.token_tile
     add_rms_norm(None, residual, ones, 1e-6, x)
-    given, low = x[:tokens].double(), turns[0]
+    given = x[:tokens].double()
     products = (given @ low.stacked.double().T).split(rank, 1)
     columns = low.b.double().split(list(widths))
     added = torch.cat([p @ b.T for p, b in zip(products, columns, strict=True)], 1)
     want = given @ dequantize(weight).double().T + added
     first, differing = None, 0
-    for run in range(repeats):
+    for _ in range(repeats):
         for tensor in (x, low.a, out, space.partials, low.partials):
             tensor.fill_(float("nan"))
         add_rms_norm(None, residual, ones, 1e-6, x, order=how.order)
-        parts = w4a16_parts(x[:rows], weight, tokens, how, space, out, turns[run % 2])
+        parts = w4a16_parts(x[:rows], weight, tokens, how, space, out, low)
         sum_parts(parts, how.pdl)
         first = out.clone() if first is None else first
         differing += int(not torch.equal(out, first))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels.bench import precompile, random_adapters, random_weight
+from qerl.kernels.bench import precompile, random_adapter, random_weight
 from qerl.kernels.layout import TiledWeight
 from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
@@ -98,7 +98,9 @@ class DecodeLayers:
         members = {"qkv": (width, kv, kv), "o": (width,), "gate_up": (mlp, mlp), "down": (width,)}
         columns = {"qkv": width, "o": width, "gate_up": width, "down": mlp}
         self.adapters: dict[str, list[Adapter]] = {
-            name: random_adapters(widths, columns[name], self.rows, self.rank, len(self.weights))
+            name: [
+                random_adapter(widths, columns[name], self.rows, self.rank) for _ in self.weights
+            ]
             for name, widths in members.items()
             if self.rank
         }

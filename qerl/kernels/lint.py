@@ -194,7 +194,7 @@ def compile_plan(plan: Plan, rank: int = 0) -> Any:
         if plan.kernel == "gemv":
             return w4a16_gemv._gemv_kernel.warmup(
                 *(i32, i32, i32, f32, f32, i32, bf16),
-                *(i32, bf16, bf16, 3 * rank, 3584, 4096, f32, i32, i32, i32, 4, 96),
+                *(bf16, f32, 3 * rank, 3584, 4096, 4),
                 *(5, 4608, 3584, plan.split),
                 RANK=rank,
                 NW=plan.warps,

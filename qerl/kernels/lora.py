@@ -3,15 +3,9 @@
     a = x [A_1; A_2; ..]ᵀ   (q, k, v share one product, gate and up another)
     y_i += a_i B_iᵀ         (B carries alpha / rank)
 
-============  ==========================================  =====================================
-matmul        first product                               second product
-============  ==========================================  =====================================
-gemv          the first programs of its own grid          in its epilogue, when all of a is there
-gemm (wgmma)  `shrink`, launched right before: it waits   in its epilogue, after it has waited
-              for x and then releases the matmul, so      for `shrink`
-              both run together
-dense         `shrink`                                    `expand`, a launch of its own
-============  ==========================================  =====================================
+`shrink` is launched right before the matmul: it waits for x and then releases the matmul, so that
+both run together; the matmul waits for `shrink` at its end and adds a Bᵀ in its epilogue. For a few
+tokens `shrink` leaves parts of K that the epilogue sums. A dense matmul is followed by `expand`.
 
 Adapters are updated in place in these buffers; captured graphs stay valid.
 """
@@ -37,8 +31,8 @@ from qerl.kernels.parts import natural_column
 SPLIT = 32
 
 
-LOW_PARTS = 16
-"""Most parts of K in which the gemv takes a row of A."""
+PARTS = 8
+"""Most parts of K that are left to an epilogue; each tile of the matmul reads them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +49,13 @@ class Adapter:
     """Columns of y of each member, at most three; they add up to N."""
 
     a: Float[Tensor, "M Rs"]
-    """bf16: x Aᵀ, written by every call."""
+    """bf16: x Aᵀ of the last call, unless it was left in parts."""
 
     partials: Float[Tensor, " P"]
-    """fp32 scratch; adapters of one stream share it."""
+    """fp32 scratch, [parts, Rs, M] in front; adapters of one stream share it."""
 
     counters: Int[Tensor, " Q"]
     """int32 zeros, left zero; adapters of one stream share them."""
-
-    ready: Int[Tensor, " 1"]
-    """int32: rows of A that are multiplied. Zero before the call, Rs after it."""
-
-    clear: Int[Tensor, " 1"]
-    """`ready` of the adapter that was multiplied before this one; set to zero on the way."""
 
     def __post_init__(self) -> None:
         rank = self.rank
@@ -76,25 +64,25 @@ class Adapter:
                 f"adapter of {len(self.widths)} members, rank {rank}: kernels take up to 3 members "
                 "and a rank of 16, 32, 64 or 128; pad B with zeros, or set rollout.graphs=false"
             )
-        if self.ready.data_ptr() == self.clear.data_ptr():
-            raise ValueError(
-                "1 adapter in all: kernels clear the mark of the one before, so they take 2 or "
-                "more; train more targets, or set rollout.graphs=false"
-            )
 
     @staticmethod
     def scratch(
         rows: int, ranks: int, device: torch.device | str
     ) -> tuple[Float[Tensor, " P"], Int[Tensor, " Q"]]:
         """(partials, counters) for up to `rows` tokens and `ranks` rows of a stacked A."""
-        partials = torch.empty(max(SPLIT * rows, LOW_PARTS * 16) * ranks, device=device)
+        partials = torch.empty(SPLIT * rows * ranks, device=device)
         tiles = -(-ranks // 32) * -(-rows // 16)
-        return partials, torch.zeros(max(tiles, ranks), dtype=torch.int32, device=device)
+        return partials, torch.zeros(tiles, dtype=torch.int32, device=device)
 
     @property
     def rank(self) -> int:
         """R."""
         return self.b.shape[1]
+
+    @property
+    def parts(self) -> int:
+        """In how many parts of K `shrink` leaves its product where it leaves parts."""
+        return max(1, min(PARTS, self.stacked.shape[1] // 256))
 
     def added(self, a: Float[Tensor, "M Rs"]) -> Float[Tensor, "M N"]:
         """The specification of the second product: a Bᵀ in fp32, member by member."""
@@ -128,60 +116,69 @@ def _shrink_kernel(  # noqa: PLR0913
     RS,
     MMA: tl.constexpr,
     SPLIT: tl.constexpr,
+    SUM: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (rank tile, token tile, part of K); the last part of a tile sums them in order."""
+    """Program (rank tile, token tile, part of K); SUM: the last part of a tile adds them up."""
     pr, pm, pk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = pm * BM + tl.arange(0, BM)
     rank = pr * BR + tl.arange(0, BR)
     steps = tl.cdiv(K, BK)
+    first, last = steps * pk // SPLIT, steps * (pk + 1) // SPLIT
+    place = first * BK + tl.arange(0, BK)
+    col = place
+    if MMA:
+        col = natural_column(place)
+    ap = a_ptr + rank[None, :] * K + col[:, None]
+    ok = (rank < RS)[None, :] & (place < K)[:, None]
+    a = tl.load(ap, mask=ok, other=0.0)  # depends on no other kernel: fetched before the wait
     acc = tl.zeros((BM, BR), tl.float32)
     if PDL:
         # In this order: the matmul that is released here reads x without a wait of its own.
         tlc.gdc_wait()
         tlc.gdc_launch_dependents()
-    for i in range(steps * pk // SPLIT, steps * (pk + 1) // SPLIT):
+    xp = x_ptr + row[:, None] * K + place[None, :]
+    for i in range(first, last):
         place = i * BK + tl.arange(0, BK)
-        col = place
-        if MMA:
-            col = natural_column(place)
-        ok = place < K
-        x = tl.load(
-            x_ptr + row[:, None] * K + place[None, :],
-            mask=(row < M)[:, None] & ok[None, :],
-            other=0.0,
-        )
-        a = tl.load(
-            a_ptr + rank[None, :] * K + col[:, None],
-            mask=(rank < RS)[None, :] & ok[:, None],
-            other=0.0,
-        )
+        x = tl.load(xp, mask=(row < M)[:, None] & (place < K)[None, :], other=0.0)
         acc = tl.dot(x, a, acc, input_precision="ieee")
+        xp += BK
+        ap += BK  # BK is whole groups of 64, inside which columns are permuted
+        ok = (rank < RS)[None, :] & (place + BK < tl.minimum(K, last * BK))[:, None]
+        a = tl.load(ap, mask=ok, other=0.0)
     at = row[:, None] * RS + rank[None, :]
     mask = (row < M)[:, None] & (rank < RS)[None, :]
-    if SPLIT == 1:
+    if SPLIT == 1 and SUM:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
+        if not SUM:
+            at = rank[None, :] * M + row[:, None]
         tl.store(part_ptr + pk * M * RS + at, acc, mask=mask)
-        tl.debug_barrier()
-        counter = counter_ptr + pr * tl.num_programs(1) + pm
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+        if SUM:
             tl.debug_barrier()
-            total = tl.zeros((BM, BR), tl.float32)
-            # Unrolled: the loads of all parts are in flight together, one L2 latency and not SPLIT.
-            for s in tl.static_range(SPLIT):
-                total += tl.load(
-                    part_ptr + s * M * RS + at, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(counter, 0)
+            counter = counter_ptr + pr * tl.num_programs(1) + pm
+            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+                tl.debug_barrier()
+                total = tl.zeros((BM, BR), tl.float32)
+                # Unrolled: the loads of all parts are in flight together, one L2 latency for all.
+                for s in tl.static_range(SPLIT):
+                    total += tl.load(
+                        part_ptr + s * M * RS + at, mask=mask, other=0.0, cache_modifier=".cg"
+                    )
+                tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(counter, 0)
 
 
 def shrink(
-    x: Float[Tensor, "rows K"], adapter: Adapter, *, order: str = "natural", pdl: int = 1
+    x: Float[Tensor, "rows K"],
+    adapter: Adapter,
+    *,
+    order: str = "natural",
+    summed: bool = True,
+    pdl: int = 1,
 ) -> Float[Tensor, "M Rs"]:
     """`adapter.a` = x Aᵀ for as many rows as it has, accumulated in fp32.
 
@@ -189,6 +186,8 @@ def shrink(
         x: bf16 (fp32 in tests); M rows or more, columns in `order`.
         adapter: its A is in natural column order.
         order: column order of x.
+        summed: False leaves `adapter.parts` parts of K in `adapter.partials`, fp32 [parts, Rs, M],
+            for an epilogue that sums them, and `adapter.a` as it was.
         pdl: programmatic dependent launch.
     """
     stacked, out = adapter.stacked, adapter.a
@@ -201,7 +200,7 @@ def shrink(
     if not runs_kernels(x):
         return out.copy_(shrink_reference(x[:m], stacked, order))
     tile = min(32, max(16, triton.next_power_of_2(m)))
-    split = max(1, min(SPLIT, k // 256))
+    split = max(1, min(SPLIT, k // 256)) if summed else adapter.parts
     grid = (triton.cdiv(ranks, 32), triton.cdiv(m, tile), split)
     kernel = _shrink_kernel[grid](
         x,
@@ -214,12 +213,13 @@ def shrink(
         ranks,
         MMA=order == "mma",
         SPLIT=split,
+        SUM=summed,
         BM=tile,
         BR=32,
-        BK=128,
+        BK=256 if tile == 16 else 128,  # a wider tile spills
         PDL=pdl,
         num_warps=4,
-        num_stages=3,
+        num_stages=1,
         **pdl_options(pdl),
     )
     if order == "mma":

@@ -144,6 +144,8 @@ def w4a16_parts(
     """
     n = weight.shape[0]
     if how.kernel == "gemv":
+        if adapter is not None:
+            shrink(x, adapter, summed=False, pdl=how.pdl)
         space = (workspace.partials, workspace.counters)
         launch_gemv(x[:tokens], weight, out, *space, how, adapter)
         return Parts(out, workspace.partials, n, 0)

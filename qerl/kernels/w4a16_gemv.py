@@ -5,12 +5,8 @@ lane) one turn ahead, unpacks them with nine integer operations and one multipli
 takes x from L1. The warps of a program split K; programs of one row tile may split it further, and
 the last of them to finish sums the parts in a fixed order, so results repeat bit for bit.
 
-With an adapter, the first programs of the grid multiply x with the stacked A, one row and a part of
-K each; the others, at their end, wait until all of those are through and add a Bᵀ to the first part
-of K. The first programs of a grid start first, so nobody waits for a program that cannot start.
-
-Source: measured on an H200 against a cp.async ring, stream-K and deeper prefetch, none of which was
-faster for 1 to 8 tokens; 4 warps and 32 rows a program were best in every shape.
+With an adapter, x is ready before the launch (`lora.shrink` waited for it) and is read without a
+wait; the wait is at the end, for the parts of x Aᵀ, which each tile sums and multiplies with B.
 """
 
 # Bodies of jitted functions are Triton, not Python: they carry no types.
@@ -33,7 +29,8 @@ from qerl.kernels.fragments import (
     unpack,
 )
 from qerl.kernels.layout import TiledWeight, dequantize_reference
-from qerl.kernels.lora import LOW_PARTS, Adapter
+from qerl.kernels.lora import PARTS as MOST_PARTS
+from qerl.kernels.lora import Adapter
 from qerl.kernels.tiles import Plan
 
 
@@ -43,6 +40,9 @@ def w4a16_reference(x: Float[Tensor, "M K"], weight: TiledWeight) -> Float[Tenso
     They are those of the portable path where the tensor scale is a power of two.
     """
     return x.float() @ dequantize_reference(weight, x.float().dtype).T
+
+
+MOST = gl.constexpr(MOST_PARTS)
 
 
 @gluon.constexpr_function
@@ -99,94 +99,76 @@ def _step(  # noqa: PLR0913
 
 
 @gluon.jit
-def _shrink(  # noqa: PLR0913
-    x_ptr,
-    product,
-    STRIDE,
-    item,
+def _index(axis: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
+    """0 .. size - 1 along one of the three axes of an operand, as a [.., size, ..] tensor."""
+    if axis == 0:
+        i = gl.arange(0, size, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        return i[:, None, None]
+    elif axis == 1:
+        i = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        return i[None, :, None]
+    else:
+        i = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        return i[None, None, :]
+
+
+@gluon.jit
+def _load_b(
+    b_ptr,
+    row,
+    RANK: gl.constexpr,
+    KR: gl.constexpr,
+    NW: gl.constexpr,
+    R: gl.constexpr,
+    mma: gl.constexpr,
+):
+    """B of 16 R rows as operand [NW, 16 R, KR]: each warp has KR of the RANK columns."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    rank = _index(0, NW, left) * KR + _index(2, KR, left)
+    at = b_ptr + (row + _index(1, 16 * R, left)) * RANK + rank
+    return gl.load(at, mask=rank < RANK, other=0.0)
+
+
+@gluon.jit
+def _load_a(  # noqa: PLR0913
+    part_ptr,
+    member,
     M,
-    K,
+    RANKS,
+    PARTS,
+    RANK: gl.constexpr,
+    KR: gl.constexpr,
     NW: gl.constexpr,
     T: gl.constexpr,
-    PDL: gl.constexpr,
+    mma: gl.constexpr,
 ):
-    """One row of the stacked A by one part of K, for 8 T tokens; the last part to end sums them."""
-    stacked_ptr, a_ptr, part_ptr, counter_ptr, ready_ptr, clear_ptr, PARTS = product
-    WORDS: gl.constexpr = 128 * NW  # pairs of columns a turn
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, NW], [1, 0])
-    many: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
-    row = item // PARTS
-    part = item - row * PARTS
-    half = K // 2
-    turns = (half + WORDS - 1) // WORDS
-    first = turns * part // PARTS
-    last = turns * (part + 1) // PARTS
-    i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, wide))
-    m = gl.minimum(gl.arange(0, 8 * T, layout=gl.SliceLayout(1, wide)), M - 1)
-    if PDL == 2:
-        tlc.gdc_launch_dependents()
-    if PDL:
-        tlc.gdc_wait()
-    if item == 0:
-        gl.store(clear_ptr, 0)  # of the adapter before this one, which is done with
-    acc = gl.zeros([8 * T, WORDS], gl.float32, layout=wide)
-    for j in range(first, last):
-        col = j * WORDS + i
-        ok = col < half
-        low = gl.load(stacked_ptr + row * half + col, mask=ok, other=0)
-        x = gl.load(x_ptr + (m * half)[:, None] + col[None, :], mask=ok[None, :], other=0)
-        low0, low1 = split_pair(low)
-        x0, x1 = split_pair(x)
-        acc += x0.to(gl.float32) * low0.to(gl.float32)[None, :]
-        acc += x1.to(gl.float32) * low1.to(gl.float32)[None, :]
-    if PDL == 1:
-        tlc.gdc_launch_dependents()
-    total = gl.sum(acc, axis=1)
-    m = gl.arange(0, 8 * T, layout=gl.SliceLayout(1, wide))
-    gl.store(part_ptr + (row * PARTS + part) * (8 * T) + m, total)
-    thread_barrier()
-    if gl.atomic_add(counter_ptr + row, 1, sem="acq_rel") == PARTS - 1:
-        thread_barrier()
-        token = gl.arange(0, 8 * T, layout=gl.SliceLayout(1, many))
-        k = gl.arange(0, 16, layout=gl.SliceLayout(0, many))
-        parts = gl.load(
-            part_ptr + (row * PARTS + k)[None, :] * (8 * T) + token[:, None],
-            mask=(k < PARTS)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        a = gl.sum(parts, axis=1).to(gl.bfloat16)
-        gl.store(a_ptr + token * STRIDE + row, a, mask=token < M)
-        gl.store(counter_ptr + row, 0)
-        thread_barrier()
-        gl.atomic_add(ready_ptr, 1, sem="acq_rel")
+    """X Aᵀ of one member as operand [NW, KR, 8 T], summed over its PARTS parts [RANKS, M]."""
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    rank = _index(0, NW, right) * KR + _index(1, KR, right)
+    m = _index(2, 8 * T, right)
+    at = part_ptr + (member * RANK + rank) * M + m
+    ok = (rank < RANK) & (m < M)
+    a = gl.zeros([NW, KR, 8 * T], gl.float32, layout=right)
+    for p in gl.static_range(MOST):  # masked, unrolled: all loads are in flight together
+        a += gl.load(at + p * M * RANKS, mask=ok & (p < PARTS), other=0.0)
+    return a.to(gl.bfloat16)
 
 
-@gluon.jit
-def _add_lora(out, low, tm, tn, M, N, RANK: gl.constexpr):
-    """Out + a Bᵀ for a tile of tokens and rows, once all of a is there."""
-    a_ptr, b_ptr, STRIDE, FIRST, SECOND, ready_ptr = low
-    while gl.atomic_add(ready_ptr, 0, sem="acquire") < STRIDE:
-        pass
-    thread_barrier()
-    rows = gl.minimum(tn, N - 1)
-    member = (rows >= FIRST).to(gl.int32) + (rows >= SECOND).to(gl.int32)
-    ap = a_ptr + (gl.minimum(tm, M - 1) * STRIDE)[:, None] + (member * RANK)[None, :]
-    bp = b_ptr + rows * RANK
-    for j in gl.static_range(RANK):  # loads of all columns are in flight together
-        b = gl.load(bp + j).to(gl.float32)
-        a = gl.load(ap + j, cache_modifier=".cg").to(gl.float32)
-        out += a * b[None, :]
-    return out
-
-
-@gluon.jit
-def _tile(  # noqa: PLR0913, PLR0915
+@gluon.jit(do_not_specialize=["M", "SPLIT", "FIRST", "SECOND", "PARTS"])
+def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
     x_ptr,
-    weight,
-    sums,
-    low_rank,
-    item,
+    words_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    partial_ptr,
+    counter_ptr,
+    y_ptr,
+    b_ptr,
+    low_ptr,
+    RANKS,
+    FIRST,
+    SECOND,
+    PARTS,
     M,
     N,
     K,
@@ -198,17 +180,20 @@ def _tile(  # noqa: PLR0913, PLR0915
     SUM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """16 R rows, 8 T tokens, one of SPLIT parts of K; see `_gemv_kernel`."""
-    words_ptr, scales_ptr, tensor_scale_ptr = weight
-    partial_ptr, counter_ptr, y_ptr = sums
+    """One program: 16 R rows, 8 T tokens, one of SPLIT parts of K. K % (128 NW) == 0.
+
+    SUM: SPLIT is above 1, and the last program of a tile sums the partials [SPLIT, M, N].
+    x_ptr: [M, K/2] pairs. RANK above 0: b [N, RANK] and the parts [PARTS, RANKS, M] of x Aᵀ of an
+    `Adapter`, whose members end at FIRST, SECOND and N. PDL 1 releases dependents at the end, 2 at
+    the start.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[NW, 1, 1], instr_shape=[1, 16, 8]
     )
     WORDS: gl.constexpr = 128 * R * NW
-    tiles = (N + 16 * R - 1) // (16 * R)
-    pn = item % tiles
-    pk = item // tiles % SPLIT
-    pm = item // tiles // SPLIT
+    pm = gl.program_id(0)
+    pn = gl.program_id(1)
+    pk = gl.program_id(2)
     turns = K // (128 * NW)
     lo = turns * pk // SPLIT
     n = turns * (pk + 1) // SPLIT - lo
@@ -223,6 +208,9 @@ def _tile(  # noqa: PLR0913, PLR0915
     s = gl.load(sp, eviction_policy="evict_first")
     w0 = gl.load(wp, eviction_policy="evict_first")
     w1 = gl.load(wp + 256, eviction_policy="evict_first")
+    KR: gl.constexpr = RANK // NW if RANK // NW > 16 else 16  # columns of B a warp
+    if RANK > 0:
+        b = _load_b(b_ptr, pn * 16 * R, RANK, KR, NW, R, mma)
     if PDL == 2:
         tlc.gdc_launch_dependents()
     rm = pm * 8 * T + gl.arange(0, 8 * T, layout=gl.SliceLayout(1, _x_layout(NW, T)))
@@ -230,7 +218,7 @@ def _tile(  # noqa: PLR0913, PLR0915
     i = lo * (64 * NW) + i + i // 32 * 32
     xp = x_ptr + gl.minimum(rm, M - 1)[:, None] * (K // 2) + i[None, :]
     acc = gl.zeros([NW, 16 * R, 8 * T], gl.float32, layout=mma)
-    if PDL:
+    if PDL and RANK == 0:
         tlc.gdc_wait()
     x0 = gl.load(xp)
     x1 = gl.load(xp + 32)
@@ -254,22 +242,28 @@ def _tile(  # noqa: PLR0913, PLR0915
     acc = _step(acc, w1, top, low, x1, NW, R, T, mma)
     if PDL == 1:
         tlc.gdc_launch_dependents()
+    acc = acc * (256.0 * gl.load(tensor_scale_ptr + tile))
+    if RANK > 0:
+        if PDL:
+            tlc.gdc_wait()
+        if pk == 0:
+            row = pn * 16 * R  # all rows of a tile are of one member
+            member = gl.where(row >= FIRST, 1, 0) + gl.where(row >= SECOND, 1, 0)
+            a = _load_a(low_ptr, member, M, RANKS, PARTS, RANK, KR, NW, T, mma)
+            acc = mma_v2(b, a, acc)
     ol: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
-    out = gl.sum(acc, axis=0) * (256.0 * gl.load(tensor_scale_ptr + tile))
+    out = gl.sum(acc, axis=0)
     out = gl.convert_layout(gl.permute(out, [1, 0]), ol)  # tokens, rows
     tm = pm * 8 * T + gl.arange(0, 8 * T, layout=gl.SliceLayout(1, ol))
     tn = pn * 16 * R + gl.arange(0, 16 * R, layout=gl.SliceLayout(0, ol))
     off = tm[:, None] * N + tn[None, :]
     mask = (tm < M)[:, None] & (tn < N)[None, :]
-    if RANK > 0:  # noqa: SIM102 - known when compiling, the other is not
-        if pk == 0:
-            out = _add_lora(out, low_rank, tm, tn, M, N, RANK)
     if not SUM:
         gl.store(y_ptr + off, out.to(gl.bfloat16), mask=mask)
     else:
         gl.store(partial_ptr + pk * M * N + off, out, mask=mask)
         thread_barrier()
-        cp = counter_ptr + pm * tiles + pn
+        cp = counter_ptr + pm * gl.num_programs(1) + pn
         if gl.atomic_add(cp, 1, sem="acq_rel") == SPLIT - 1:
             thread_barrier()
             total = gl.zeros([8 * T, 16 * R], gl.float32, layout=ol)
@@ -280,60 +274,6 @@ def _tile(  # noqa: PLR0913, PLR0915
                 total += part
             gl.store(y_ptr + off, total.to(gl.bfloat16), mask=mask)
             gl.store(cp, 0)
-
-
-@gluon.jit(do_not_specialize=["M", "SPLIT", "FIRST", "SECOND", "PARTS", "AHEAD"])
-def _gemv_kernel(  # noqa: PLR0913
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    tensor_scale_ptr,
-    partial_ptr,
-    counter_ptr,
-    y_ptr,
-    stacked_ptr,
-    a_ptr,
-    b_ptr,
-    STRIDE,
-    FIRST,
-    SECOND,
-    low_part_ptr,
-    low_counter_ptr,
-    ready_ptr,
-    clear_ptr,
-    PARTS,
-    AHEAD,
-    M,
-    N,
-    K,
-    SPLIT,
-    RANK: gl.constexpr,
-    NW: gl.constexpr,
-    R: gl.constexpr,
-    T: gl.constexpr,
-    SUM: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Grid (AHEAD + tiles,): AHEAD programs for the adapter, the others a tile of y each.
-
-    A tile is 16 R rows, 8 T tokens and one of SPLIT parts of K; K % (128 NW) == 0. SUM: SPLIT is
-    above 1, and the last program of a tile sums the partials [SPLIT, M, N]. x_ptr: [M, K/2] pairs.
-    RANK above 0: an `Adapter`, whose members end at FIRST, SECOND and N and whose a has STRIDE
-    columns; its A is taken in PARTS parts of K. PDL 1 releases dependents at the end, 2 at the
-    start.
-    """
-    item = gl.program_id(0)
-    weight = (words_ptr, scales_ptr, tensor_scale_ptr)
-    sums = (partial_ptr, counter_ptr, y_ptr)
-    product = (stacked_ptr, a_ptr, low_part_ptr, low_counter_ptr, ready_ptr, clear_ptr, PARTS)
-    low = (a_ptr, b_ptr, STRIDE, FIRST, SECOND, ready_ptr)
-    if RANK == 0:
-        _tile(x_ptr, weight, sums, low, item, M, N, K, SPLIT, RANK, NW, R, T, SUM, PDL)
-    elif item < AHEAD:
-        _shrink(x_ptr, product, STRIDE, item, M, K, NW, T, PDL)
-    else:
-        item -= AHEAD
-        _tile(x_ptr, weight, sums, low, item, M, N, K, SPLIT, RANK, NW, R, T, SUM, PDL)
 
 
 def launch_gemv(
@@ -354,34 +294,25 @@ def launch_gemv(
         partials: fp32, at least plan.split * M * N; unused where split is 1.
         counters: int32 zeros, one a program tile; the kernel leaves them zero.
         plan: split (at most K / (128 * warps)), warps, blocks and pdl.
-        adapter: to multiply and add; for at most 16 tokens.
+        adapter: to add; the launch before this one is its `shrink` into parts.
     """
     m, k = x.shape
     n = weight.shape[0]
     tokens = 1 if m <= 8 else 2
-    tiles = triton.cdiv(m, 8 * tokens) * triton.cdiv(n, 16 * plan.blocks) * plan.split
-    ahead = parts = 0
-    extra: tuple[object, ...] = (y, y, y, 0, 0, 0, y, counters, counters, counters)
+    extra: tuple[object, ...] = (y, partials, 0, 0, 0, 0)
     if adapter is not None:
-        if m > 16:
-            raise ValueError(f"{m} tokens: this kernel takes adapters of 16 at most; use wgmma")
-        # Two or three turns a program: more would outlast the tiles of a small matmul.
-        parts = max(1, min(LOW_PARTS, k // (256 * plan.warps * 2)))
-        ahead = len(adapter.stacked) * parts
-        extra = (
-            adapter.stacked.view(dtype=counters.dtype),
-            *adapter.places(),
-            *(adapter.partials, adapter.counters, adapter.ready, adapter.clear),
-        )
-    return _gemv_kernel[(ahead + tiles,)](
+        if any(width % 32 for width in adapter.widths):
+            raise ValueError(f"members of {adapter.widths} columns: each needs whole tiles of 32")
+        _, b, *places = adapter.places()
+        extra = (b, adapter.partials, *places, adapter.parts)
+    grid = (triton.cdiv(m, 8 * tokens), triton.cdiv(n, 16 * plan.blocks), plan.split)
+    return _gemv_kernel[grid](
         x.view(dtype=counters.dtype),
         *weight.parts(),
         partials,
         counters,
         y,
         *extra,
-        parts,
-        ahead,
         m,
         n,
         k,

@@ -109,7 +109,7 @@ class DeviceStep:
         self._make_adapters(rows)
 
     def _make_adapters(self, rows: int) -> None:
-        """What the kernels take of each stack's LoRA. They are multiplied in this order."""
+        """What the kernels take of each stack's LoRA."""
         found = [
             (layer, name, stack)
             for layer, stacks in enumerate(self._stacks)
@@ -118,10 +118,9 @@ class DeviceStep:
         ]
         widest = max((len(s.lora_a) for *_, s in found if s.lora_a is not None), default=1)
         partials, counters = Adapter.scratch(rows, widest, self.device)
-        self._marks = torch.zeros(len(found), dtype=torch.int32, device=self.device)
         dtype = self._residual.dtype
         self._adapters: dict[tuple[int, str], Adapter] = {}
-        for place, (layer, name, stack) in enumerate(found):
+        for layer, name, stack in found:
             assert stack.lora_a is not None
             assert stack.lora_b is not None
             self._adapters[layer, name] = Adapter(
@@ -131,17 +130,11 @@ class DeviceStep:
                 a=torch.zeros(rows, len(stack.lora_a), dtype=dtype, device=self.device),
                 partials=partials,
                 counters=counters,
-                ready=self._marks[place : place + 1],
-                clear=self._marks[place - 1 :][:1],
             )
 
     def adapters(self, rows: int) -> dict[tuple[int, str], Adapter]:
         """LoRA for the first `rows` rows, by layer and stack; without those that have none."""
         return {key: replace(some, a=some.a[:rows]) for key, some in self._adapters.items()}
-
-    def reset_marks(self) -> None:
-        """Forget how far an interrupted step came."""
-        self._marks.zero_()
 
     def plans(self, rows: int) -> dict[str, Plan]:
         """How each stack is multiplied by `rows` rows."""

@@ -93,7 +93,6 @@ class Graphs:
                 stack.refresh()
         step.rows.live.zero_()
         step.rows.own_lengths.zero_()
-        step.reset_marks()
         step.ends.fill_(-1)
         if ends:
             step.ends[: len(ends)] = torch.tensor(sorted(ends)).to(step.device)

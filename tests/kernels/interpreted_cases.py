@@ -44,7 +44,7 @@ def all_parts(n: int) -> list[parts.Parts]:
 
 
 def adapter(*widths: int, columns: int = 64, rows: int = M) -> lora.Adapter:
-    ranks, marks = 16 * len(widths), torch.zeros(2, dtype=torch.int32)
+    ranks = 16 * len(widths)
     partials, counters = lora.Adapter.scratch(rows, ranks, "cpu")
     return lora.Adapter(
         stacked=torch.randn(ranks, columns),
@@ -53,8 +53,6 @@ def adapter(*widths: int, columns: int = 64, rows: int = M) -> lora.Adapter:
         a=torch.full((rows, ranks), float("nan")),
         partials=partials,
         counters=counters,
-        ready=marks[:1],
-        clear=marks[1:],
     )
 
 
@@ -165,7 +163,7 @@ def case_expand_adds_each_member_to_its_columns() -> None:
 
 def case_shrink_sums_its_parts_in_order() -> None:
     lora.runs_kernels = lambda x: True
-    for k, m in ((576, 5), (192, 17)):
+    for k, m in ((576, 5), (192, 17), (1152, 5)):
         x, low_rank = torch.randn(m, k), adapter(32, 32, 32, columns=k, rows=m)
         for order in ("natural", "mma"):
             low_rank.a.fill_(float("nan"))
@@ -173,6 +171,10 @@ def case_shrink_sums_its_parts_in_order() -> None:
             out = lora.shrink(given, low_rank, order=order, pdl=0)
             close(out, x @ low_rank.stacked.T)
             assert not low_rank.counters.any(), "counters are not back at zero"
+            low_rank.partials.fill_(float("nan"))
+            lora.shrink(given, low_rank, order=order, summed=False, pdl=0)
+            parts = low_rank.partials[: low_rank.parts * m * 48].view(-1, 48, m)
+            close(parts.sum(0).T, x @ low_rank.stacked.T)
 
 
 def case_attention_reads_shared_prompts_and_own_pages() -> None:

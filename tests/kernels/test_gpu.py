@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from qerl.kernels import layout
-from qerl.kernels.bench import check_dequantize, check_lora, check_plan, random_adapters
+from qerl.kernels.bench import check_dequantize, check_lora, check_plan, random_adapter
 from qerl.kernels.bench_layer import Batch, DecodeLayers
 from qerl.kernels.dequant import dequantize
 from qerl.kernels.launch import is_hopper
@@ -114,7 +114,7 @@ def test_adapters_of_every_member_are_added_200_times_alike(
 
 @pytest.mark.parametrize("rows", [5, 40])
 def test_an_adapter_of_a_dense_matmul_is_added(rows: int) -> None:
-    low_rank, _ = random_adapters((3584, 512, 512), 3584, rows, 32, 2)
+    low_rank = random_adapter((3584, 512, 512), 3584, rows, 32)
     y = torch.randn(rows, 4608, device="cuda").bfloat16()
     x = torch.randn(rows, 3584, device="cuda").bfloat16()
     want = y.double() + low_rank.added(x.float() @ low_rank.stacked.float().T).double()

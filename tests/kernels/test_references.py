@@ -26,20 +26,18 @@ def test_norm_is_the_policys_norm_of_the_sum() -> None:
 
 
 def test_an_adapter_adds_each_member_its_own_product() -> None:
-    widths, marks = (64, 32, 16), torch.zeros(2, dtype=torch.int32)
+    widths = (64, 32, 16)
     stacked, b = torch.randn(48, 24), torch.randn(sum(widths), 16)
     partials, counters = Adapter.scratch(5, 48, "cpu")
     fields = {"stacked": stacked, "b": b, "widths": widths, "a": torch.empty(5, 48)}
     fields |= {"partials": partials, "counters": counters}
-    adapter = Adapter(**fields, ready=marks[:1], clear=marks[1:])
+    adapter = Adapter(**fields)
     x, y = torch.randn(5, 24), torch.randn(5, 112)
     members = zip(stacked.split(16), b.split(widths), strict=True)
     want = y + torch.cat([x @ low.T @ high.T for low, high in members], 1)
     torch.testing.assert_close(add_adapter(y.clone(), x, adapter), want)
     with pytest.raises(ValueError, match="rank 24"):
-        Adapter(**fields | {"b": torch.randn(112, 24)}, ready=marks[:1], clear=marks[1:])
-    with pytest.raises(ValueError, match="clear the mark"):
-        Adapter(**fields, ready=marks[:1], clear=marks[:1])
+        Adapter(**fields | {"b": torch.randn(112, 24)})
 
 
 def test_rope_is_the_policys_rotation_with_the_bias_before_it() -> None:
