@@ -81,8 +81,8 @@ class Adapter:
 
     @property
     def parts(self) -> int:
-        """In how many parts of K `shrink` leaves its product where it leaves parts."""
-        return max(1, min(PARTS, self.stacked.shape[1] // 256))
+        """Parts of K in which `shrink_parts` leaves the product."""
+        return max(1, min(PARTS, self.stacked.shape[1] // 512))
 
     def added(self, a: Float[Tensor, "M Rs"]) -> Float[Tensor, "M N"]:
         """The specification of the second product: a Bᵀ in fp32, member by member."""
@@ -116,13 +116,12 @@ def _shrink_kernel(  # noqa: PLR0913
     RS,
     MMA: tl.constexpr,
     SPLIT: tl.constexpr,
-    SUM: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (rank tile, token tile, part of K); SUM: the last part of a tile adds them up."""
+    """Program (rank tile, token tile, part of K); the last part of a tile sums them in order."""
     pr, pm, pk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = pm * BM + tl.arange(0, BM)
     rank = pr * BR + tl.arange(0, BR)
@@ -151,34 +150,65 @@ def _shrink_kernel(  # noqa: PLR0913
         a = tl.load(ap, mask=ok, other=0.0)
     at = row[:, None] * RS + rank[None, :]
     mask = (row < M)[:, None] & (rank < RS)[None, :]
-    if SPLIT == 1 and SUM:
+    if SPLIT == 1:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        if not SUM:
-            at = rank[None, :] * M + row[:, None]
         tl.store(part_ptr + pk * M * RS + at, acc, mask=mask)
-        if SUM:
+        tl.debug_barrier()
+        counter = counter_ptr + pr * tl.num_programs(1) + pm
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
             tl.debug_barrier()
-            counter = counter_ptr + pr * tl.num_programs(1) + pm
-            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
-                tl.debug_barrier()
-                total = tl.zeros((BM, BR), tl.float32)
-                # Unrolled: the loads of all parts are in flight together, one L2 latency for all.
-                for s in tl.static_range(SPLIT):
-                    total += tl.load(
-                        part_ptr + s * M * RS + at, mask=mask, other=0.0, cache_modifier=".cg"
-                    )
-                tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-                tl.store(counter, 0)
+            total = tl.zeros((BM, BR), tl.float32)
+            # Unrolled: the loads of all parts are in flight together, one L2 latency and not SPLIT.
+            for s in tl.static_range(SPLIT):
+                total += tl.load(
+                    part_ptr + s * M * RS + at, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["M", "PARTS"])
+def _shrink_parts_kernel(  # noqa: PLR0913
+    x_ptr,
+    a_ptr,
+    part_ptr,
+    M,
+    K,
+    RS,
+    PARTS,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row of A, part of K): part [PARTS, RS, M] for up to BM tokens.
+
+    Without tensor cores, whose operands would take shared memory: an SM runs programs of two
+    kernels at a time only if both want it cut alike, and the gemv wants all of it as cache.
+    """
+    rank, pk = tl.program_id(0), tl.program_id(1)
+    steps = tl.cdiv(K, BK)
+    first, last = steps * pk // PARTS, steps * (pk + 1) // PARTS
+    end = tl.minimum(K, last * BK)
+    row = tl.arange(0, BM)
+    col = first * BK + tl.arange(0, BK)
+    a = tl.load(a_ptr + rank * K + col, mask=col < end, other=0.0)  # waits for no other kernel
+    acc = tl.zeros((BM, BK), tl.float32)
+    if PDL:
+        # In this order: the matmul that is released here reads x without a wait of its own.
+        tlc.gdc_wait()
+        tlc.gdc_launch_dependents()
+    for _ in range(first, last):
+        at = x_ptr + row[:, None] * K + col[None, :]
+        x = tl.load(at, mask=(row < M)[:, None] & (col < end)[None, :], other=0.0)
+        acc += x.to(tl.float32) * a.to(tl.float32)[None, :]
+        col += BK
+        a = tl.load(a_ptr + rank * K + col, mask=col < end, other=0.0)
+    tl.store(part_ptr + (pk * RS + rank) * M + row, tl.sum(acc, 1), mask=row < M)
 
 
 def shrink(
-    x: Float[Tensor, "rows K"],
-    adapter: Adapter,
-    *,
-    order: str = "natural",
-    summed: bool = True,
-    pdl: int = 1,
+    x: Float[Tensor, "rows K"], adapter: Adapter, *, order: str = "natural", pdl: int = 1
 ) -> Float[Tensor, "M Rs"]:
     """`adapter.a` = x Aᵀ for as many rows as it has, accumulated in fp32.
 
@@ -186,21 +216,14 @@ def shrink(
         x: bf16 (fp32 in tests); M rows or more, columns in `order`.
         adapter: its A is in natural column order.
         order: column order of x.
-        summed: False leaves `adapter.parts` parts of K in `adapter.partials`, fp32 [parts, Rs, M],
-            for an epilogue that sums them, and `adapter.a` as it was.
         pdl: programmatic dependent launch.
     """
     stacked, out = adapter.stacked, adapter.a
-    (m, ranks), k = out.shape, stacked.shape[1]
-    if x.shape[1] != k or stacked.shape[0] != ranks or x.shape[0] < m:
-        raise ValueError(
-            f"x {tuple(x.shape)}, A {tuple(stacked.shape)}, a {tuple(out.shape)}: "
-            "x [rows, K] and A [Rs, K] give a [M, Rs] with M <= rows"
-        )
+    (m, ranks), k = _check_shrink(x, adapter), stacked.shape[1]
     if not runs_kernels(x):
         return out.copy_(shrink_reference(x[:m], stacked, order))
-    tile = min(32, max(16, triton.next_power_of_2(m)))
-    split = max(1, min(SPLIT, k // 256)) if summed else adapter.parts
+    tile = min(64 if m >= 128 else 32, max(16, triton.next_power_of_2(m)))
+    split = max(1, min(SPLIT, k // 256))
     grid = (triton.cdiv(ranks, 32), triton.cdiv(m, tile), split)
     kernel = _shrink_kernel[grid](
         x,
@@ -213,7 +236,6 @@ def shrink(
         ranks,
         MMA=order == "mma",
         SPLIT=split,
-        SUM=summed,
         BM=tile,
         BR=32,
         BK=256 if tile == 16 else 128,  # a wider tile spills
@@ -225,6 +247,44 @@ def shrink(
     if order == "mma":
         carve_shared(kernel)
     return out
+
+
+def shrink_parts(x: Float[Tensor, "rows K"], adapter: Adapter, *, pdl: int = 1) -> None:
+    """`adapter.parts` parts of x Aᵀ in `adapter.partials`, fp32 [parts, Rs, M], for an epilogue.
+
+    Args:
+        x: bf16 (fp32 in tests); M rows or more, at most 16 of them, natural column order.
+        adapter: its `a` says M, and stays as it was.
+        pdl: programmatic dependent launch.
+    """
+    (m, ranks), k, parts = _check_shrink(x, adapter), adapter.stacked.shape[1], adapter.parts
+    if m > 16:
+        raise ValueError(f"M={m}: parts are for 16 tokens at most; take `shrink`")
+    _shrink_parts_kernel[(ranks, parts)](
+        x,
+        adapter.stacked,
+        adapter.partials,
+        m,
+        k,
+        ranks,
+        parts,
+        BM=8 if m <= 8 else 16,
+        BK=512,
+        PDL=pdl,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
+
+
+def _check_shrink(x: Tensor, adapter: Adapter) -> tuple[int, int]:
+    """(M, Rs); raises where x, A and a do not belong together."""
+    (m, ranks), stacked = adapter.a.shape, adapter.stacked
+    if x.shape[1] != stacked.shape[1] or stacked.shape[0] != ranks or x.shape[0] < m:
+        raise ValueError(
+            f"x {tuple(x.shape)}, A {tuple(stacked.shape)}, a {(m, ranks)}: "
+            "x [rows, K] and A [Rs, K] give a [M, Rs] with M <= rows"
+        )
+    return m, ranks
 
 
 @triton.jit(do_not_specialize=["M", "FIRST", "SECOND"])

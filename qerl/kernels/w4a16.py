@@ -29,7 +29,7 @@ from triton.language.extra import cuda as tlc
 from qerl.kernels.dequant import frozen_linear
 from qerl.kernels.launch import carve_shared, check_rows, gpu_name, is_hopper
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import Adapter, shrink
+from qerl.kernels.lora import Adapter, shrink, shrink_parts
 from qerl.kernels.parts import Parts, mma_column
 from qerl.kernels.tiles import BUCKETS, Plan, bucket, plan_for
 from qerl.kernels.w4a16_gemm import descriptors, launch_gemm
@@ -145,7 +145,7 @@ def w4a16_parts(
     n = weight.shape[0]
     if how.kernel == "gemv":
         if adapter is not None:
-            shrink(x, adapter, summed=False, pdl=how.pdl)
+            shrink_parts(x, adapter, pdl=how.pdl)
         space = (workspace.partials, workspace.counters)
         launch_gemv(x[:tokens], weight, out, *space, how, adapter)
         return Parts(out, workspace.partials, n, 0)

@@ -294,7 +294,7 @@ def launch_gemv(
         partials: fp32, at least plan.split * M * N; unused where split is 1.
         counters: int32 zeros, one a program tile; the kernel leaves them zero.
         plan: split (at most K / (128 * warps)), warps, blocks and pdl.
-        adapter: to add; the launch before this one is its `shrink` into parts.
+        adapter: to add; the launch before this one is its `shrink_parts`.
     """
     m, k = x.shape
     n = weight.shape[0]

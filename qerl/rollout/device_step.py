@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qerl.kernels.advance import Rows, advance
 from qerl.kernels.layout import TiledWeight
-from qerl.kernels.lora import Adapter, add_adapter
+from qerl.kernels.lora import Adapter, add_adapter, expand, shrink
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
 from qerl.kernels.parts import Parts
@@ -73,6 +73,7 @@ class DeviceStep:
         device, dtype, rows = decoder.device, decoder.dtype, limits.rows
         self._policy, self._stacks, self._pool = policy, stacks, pool
         self.limits, self.device = limits, device
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.rows = Rows.allocate(rows, limits.own_pages, limits.longest, device)
         self.ends = torch.full((max(1, limits.ends),), -1, device=device)  # [E]
         self.prompt_pages = torch.zeros(
@@ -222,7 +223,20 @@ class Bound:
         stack, x, out = step._stacks[index][name], step._inputs[name], step._outputs[name][:rows]
         adapter = self._adapters.get((index, name))
         if not isinstance(stack.weight, TiledWeight):
-            y = torch.mm(x[:rows], stack.weight.T, out=out)
-            return Parts.of(y if adapter is None else add_adapter(y, x, adapter))
+            return Parts.of(self._dense(x, stack.weight, out, adapter))
         padded = rows if how.kernel == "gemv" else -(-rows // how.token_tile) * how.token_tile
         return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out, adapter)
+
+    def _dense(self, x: Tensor, weight: Tensor, out: Tensor, adapter: Adapter | None) -> Tensor:
+        """The product with a dense weight; the adapter's first product runs beside it."""
+        side = self._step.side
+        if adapter is None or side is None:
+            y = torch.mm(x[: self._count], weight.T, out=out)
+            return y if adapter is None else add_adapter(y, x, adapter)
+        main = torch.cuda.current_stream(self._step.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            a = shrink(x, adapter, pdl=0)
+        y = torch.mm(x[: self._count], weight.T, out=out)
+        main.wait_stream(side)
+        return expand(y, a, adapter, pdl=0)

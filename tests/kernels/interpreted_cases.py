@@ -163,7 +163,7 @@ def case_expand_adds_each_member_to_its_columns() -> None:
 
 def case_shrink_sums_its_parts_in_order() -> None:
     lora.runs_kernels = lambda x: True
-    for k, m in ((576, 5), (192, 17), (1152, 5)):
+    for k, m in ((576, 5), (192, 17), (1664, 5)):
         x, low_rank = torch.randn(m, k), adapter(32, 32, 32, columns=k, rows=m)
         for order in ("natural", "mma"):
             low_rank.a.fill_(float("nan"))
@@ -171,8 +171,9 @@ def case_shrink_sums_its_parts_in_order() -> None:
             out = lora.shrink(given, low_rank, order=order, pdl=0)
             close(out, x @ low_rank.stacked.T)
             assert not low_rank.counters.any(), "counters are not back at zero"
+        if m <= 16:
             low_rank.partials.fill_(float("nan"))
-            lora.shrink(given, low_rank, order=order, summed=False, pdl=0)
+            lora.shrink_parts(x, low_rank, pdl=0)
             parts = low_rank.partials[: low_rank.parts * m * 48].view(-1, 48, m)
             close(parts.sum(0).T, x @ low_rank.stacked.T)
 

@@ -55,7 +55,12 @@ SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "shrink": (
         lora._shrink_kernel,
         (BF16, BF16, F32, I32, BF16, 5, 3584, 96),
-        {"MMA": True, "SPLIT": 7, "SUM": True, "BM": 32, "BR": 32, "BK": 128, "PDL": 1},
+        {"MMA": True, "SPLIT": 7, "BM": 64, "BR": 32, "BK": 128, "PDL": 1},
+    ),
+    "shrink_parts": (
+        lora._shrink_parts_kernel,
+        (BF16, BF16, F32, 5, 3584, 96, 7),
+        {"BM": 8, "BK": 512, "PDL": 1},
     ),
     "expand": (
         lora._expand_kernel,
