@@ -6,9 +6,36 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from qerl.kernels.timing import GEOMETRIES
 from qerl.model import toy
 from qerl.model.shards import Entry
 from qerl.model.spec import Geometry, ModelSpec
+
+_LAYERS = {"3b": 36, "7b": 28, "14b": 48, "32b": 64}
+_VOCABULARY = 152064
+
+
+def geometry_spec(name: str, layers: int | None = None) -> ModelSpec:
+    """Qwen2.5 in the size `name`, with all its layers or the first `layers`."""
+    width, kv, mlp = GEOMETRIES[name]
+    return ModelSpec(
+        family="qwen2",
+        hidden_size=width,
+        mlp_size=mlp,
+        layers=layers or _LAYERS[name],
+        heads=width // 128,
+        kv_heads=kv // 128,
+        head_dim=128,
+        vocab_size=_VOCABULARY,
+        tied=False,
+        rope_theta=1e6,
+        rope_scaling=None,
+        rms_eps=1e-6,
+        qkv_bias=True,
+        qk_norm=False,
+        eos_ids=(0,),
+        max_positions=32768,
+    )
 
 
 class RandomSource:
