@@ -41,15 +41,14 @@ def linear_rows(
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Means over all linears, and the worst of them."""
+    """Means over all linears, and the worst of them; None and infinite values are left out."""
     figures: dict[str, float] = {}
-    for key, worst in (("sqnr_db", min), ("output_error", max)):
-        values = [float(v) for row in rows if isinstance(v := row.get(key), int | float)]
+    for measure, unit, worst in (("sqnr", "_db", min), ("output_error", "", max)):
+        found = [row.get(measure + unit) for row in rows]
+        values = [float(v) for v in found if isinstance(v, int | float) and math.isfinite(v)]
         if values:
-            name, _, unit = key.partition("_db")
-            ending = "_db" if unit or key.endswith("_db") else ""
-            figures[f"{name}_mean{ending}"] = fmean(values)
-            figures[f"{name}_worst{ending}"] = worst(values)
+            figures[f"{measure}_mean{unit}"] = fmean(values)
+            figures[f"{measure}_worst{unit}"] = worst(values)
     return figures
 
 

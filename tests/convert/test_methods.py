@@ -31,7 +31,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def toy(
     family: str = "llama", layers: int = 2
 ) -> tuple[ModelSpec, torch.Tensor, list[LayerWeights]]:
-    """A toy whose channels differ: norms spread over an octave, weights with a few large columns."""
+    """A toy whose channels differ in norms, in rows of v_proj and in rows of up_proj."""
     source = Toy(family=family, layers=layers, heads=4, kv_heads=2)
     weights = source.weights()
     spec = source.spec
