@@ -63,6 +63,9 @@ class LayerInputs:
     mean_abs: Mapping[str, Float[Tensor, " K"]]
     """mean |x| per channel, fp32, by a name of `GROUPS`."""
 
+    head_dim: int
+    """Dh: which inputs of o_proj come from one row of v_proj follows from it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLayer:

@@ -25,21 +25,21 @@ UNFINISHED = ".partial"
 """Ending of the folder in which a conversion works until it is whole."""
 
 DTYPES: Mapping[str, torch.dtype] = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
+    "I32": torch.int32,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of dtypes in a header."""
+"""Names of dtypes in a header, in the order in which safetensors puts tensors into a file."""
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of a file's data, for its fingerprint
