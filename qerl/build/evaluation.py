@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from qerl.build.config import flat, make, quiet_libraries, resolved
+from qerl.build.config import checkpoint_identity, flat, make, quiet_libraries, resolved
 from qerl.build.parts import build_policy, check_memory, decoder, preparation
 from qerl.evaluate.adapter import check_effect, read_lora, weights_digest
 from qerl.evaluate.benchmark import Harness, Mode, run_benchmark
@@ -217,6 +217,7 @@ def _plan(
     }
     settings = {
         **dict(flat(cfg, _IDENTITY)),
+        **checkpoint_identity(cfg),
         **drawn,
         "adapter": adapter.digest if adapter else None,
         "dtype": str(compute.torch_dtype()),

@@ -14,7 +14,8 @@ A linear that is not quantised stores ``weight``. Source: compressed-tensors 0.2
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -88,13 +89,16 @@ def stored(packed: PackedWeight) -> dict[str, Tensor]:
     return tensors
 
 
-def packed(tensors: Mapping[str, Tensor], format: Format) -> PackedWeight:
+def packed(
+    tensors: Mapping[str, Tensor], format: Format, shape: tuple[int, int] | None = None
+) -> PackedWeight:
     """The weight that `stored` tensors hold.
 
     Args:
         tensors: of one linear, by names without the linear's own; others than those of the format
             are left aside.
         format: NVFP4, MXFP4 or BF16.
+        shape: (N, K) that the weight must have; None takes that of the tensors.
 
     Raises:
         ValueError: for missing tensors and for shapes or dtypes that are not the format's.
@@ -107,8 +111,9 @@ def packed(tensors: Mapping[str, Tensor], format: Format) -> PackedWeight:
     own = {ours: tensors[theirs] for ours, theirs in names.items()}
     if "tensor_scale" in own:
         own["tensor_scale"] = tensor_scale(own["tensor_scale"])
-    rows, columns = own["weight" if format.name == "bf16" else "codes"].shape
-    shape = (rows, columns if format.name == "bf16" else 2 * columns)
+    if shape is None:
+        rows, columns = own["weight" if format.name == "bf16" else "codes"].shape
+        shape = (rows, columns if format.name == "bf16" else 2 * columns)
     return PackedWeight(
         format=format, shape=shape, tensors={ours: t.contiguous() for ours, t in own.items()}
     )
@@ -202,3 +207,83 @@ def _parts(format: Format) -> Mapping[str, str]:
             f"format {format.name}: {METHOD} stores {', '.join(PARTS)}; choose one of these"
         )
     return PARTS[format.name]
+
+
+_ASIDE = {
+    "input_global_scale": "scales of activations, which stay in the compute dtype",
+    "input_scale": "scales of activations, which stay in the compute dtype",
+    "output_scale": "scales of activations, which stay in the compute dtype",
+    "q_scale": "scales of the KV cache, which stays in the compute dtype",
+    "k_scale": "scales of the KV cache, which stays in the compute dtype",
+    "v_scale": "scales of the KV cache, which stays in the compute dtype",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedTensors:
+    """A checkpoint of compressed-tensors, as its config describes it."""
+
+    format: Format
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    maker: ClassVar[str] = METHOD
+
+    def is_dense(self, module: str) -> bool:
+        """Whether no target names the linear, or the ignore list does."""
+        targeted = "Linear" in self.targets or matches(module, self.targets)
+        return not targeted or "Linear" in self.ignore or matches(module, self.ignore)
+
+    def parts(self) -> tuple[str, ...]:
+        """Codes and scales."""
+        return tuple(PARTS[self.format.name].values())
+
+    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> PackedWeight:
+        """The weight of one linear."""
+        return packed(tensors, self.format, shape)
+
+    def spare(self, tensor: str) -> str | None:
+        """Scales of activations and of the KV cache."""
+        return _ASIDE.get(tensor.rpartition(".")[2])
+
+
+def read_config(config: Mapping[str, Any]) -> CompressedTensors:
+    """What a ``quantization_config`` says.
+
+    Raises:
+        ValueError: for formats other than NVFP4 and MXFP4, several at once, weights that are not
+            compressed, and rotations or sparsity.
+    """
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise ValueError(f"{METHOD} with quantization_status={status}: only compressed is read")
+    for extra in ("transform_config", "sparsity_config"):
+        if any((config.get(extra) or {}).values()):
+            raise ValueError(
+                f"{METHOD} with {extra}={config[extra]}: not implemented; take a checkpoint "
+                "without it"
+            )
+    groups = [group for group in (config.get("config_groups") or {}).values() if group["weights"]]
+    formats = {_group_format(group, config): None for group in groups}
+    if len(formats) != 1:
+        found = ", ".join(format.name for format in formats) or "none"
+        raise ValueError(f"{METHOD} with weights in {found}: exactly one format is read")
+    return CompressedTensors(
+        format=next(iter(formats)),
+        targets=tuple(target for group in groups for target in group["targets"]),
+        ignore=tuple(config.get("ignore") or ()),
+    )
+
+
+def _group_format(group: Mapping[str, Any], config: Mapping[str, Any]) -> Format:
+    """The format of a config group's weights."""
+    name = str(group.get("format") or config.get("format"))
+    if name not in FORMATS:
+        raise ValueError(f"{METHOD} format={name}: {', '.join(FORMATS)} are read")
+    format = FORMATS[name]
+    weights = group["weights"]
+    for key in ("num_bits", "type", "group_size", "symmetric"):
+        wanted = _WEIGHTS[format.name][key]
+        if weights.get(key, wanted) != wanted:
+            raise ValueError(f"{METHOD} {name} with {key}={weights[key]}: {wanted} is read")
+    return format

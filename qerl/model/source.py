@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qerl.model import toy
+from qerl.model import modelopt, toy
 from qerl.model.shards import DictWeights, Entry, SafetensorsWeights
 from qerl.model.spec import Family, Geometry, ModelSpec, eos_ids
 
@@ -108,6 +108,9 @@ class Folder:
     def config(self) -> PretrainedConfig:
         """Its architecture."""
         config: PretrainedConfig = AutoConfig.from_pretrained(self.path)
+        beside = modelopt.config_of(self.path)
+        if beside is not None:
+            config.quantization_config = beside
         return config
 
     def generation_eos_ids(self) -> tuple[int, ...]:
