@@ -6,6 +6,7 @@ python scripts/bench.py bench=layers
 python scripts/bench.py bench=rollout bench.geometries=[7b,32b]
 python scripts/bench.py bench=quantisers                              on a CPU
 python scripts/bench.py bench=convert                                 on a CPU, 21 GB of disk
+python scripts/bench.py bench=vllm_load                               with the vllm extra
 """
 
 import json
@@ -43,8 +44,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
             summary |= {f"{row['variant']}/{name}": value for name, value in figures.items()}
         elif row["section"] == "convert":
             name = "/".join(row[key] for key in ("geometry", "format", "method"))
-            for figure in ("peak_rss_gib", "seconds", "mweights_per_s"):
+            for figure in ("peak_rss_gib", "seconds", "cpu_s"):
                 summary[f"{name}/{figure}"] = row[figure]
+        elif row["section"] == "vllm" and row["loads"]:
+            for figure in ("mean_abs_nats", "max_abs_nats"):
+                summary[f"{row['model']}/{row['format']}/{figure}"] = row[figure]
     return summary
 
 
