@@ -1,15 +1,24 @@
 """The third job: from a configuration to a folder of packed weights."""
 
+import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
+from torch import Tensor
 
 from qerl.build.config import make, quiet_libraries
+from qerl.convert.calibrate import StreamedCalibration
 from qerl.convert.convert import convert
 from qerl.convert.job import Converted, Job
-from qerl.convert.method import Method
+from qerl.convert.method import Calibration, Method
 from qerl.convert.report import summary
+from qerl.data.texts import token_sequences
+from qerl.model.load import full_spec, load_tokenizer
+from qerl.model.packing import read_packing
+from qerl.model.shards import raw
 from qerl.model.source import Source
 from qerl.quant.packed import Format
 from qerl.record import provenance
@@ -38,6 +47,12 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
     """The job that `cfg` describes; nothing is read."""
     source: Source = make(cfg.model.source)
     format: Format = make(cfg.quant)
+    packing = read_packing(source.config())
+    if packing is not None:
+        raise ValueError(
+            f"{source.name} holds {packing.format.name} of {packing.maker} already; bring the "
+            "original checkpoint: what is quantised once is not quantised again"
+        )
     if cfg.quant.method not in cfg.methods:
         raise ValueError(f"quant.method={cfg.quant.method}: one of {', '.join(cfg.methods)}")
     method: Method = make(cfg.methods[cfg.quant.method])
@@ -45,6 +60,26 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
         raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")
     compute: Compute = make(cfg.trainer.compute)
     code = provenance.commit()
+    facts: dict[str, Any] = {
+        "tool": f"qerl {provenance.versions()['qerl']}",
+        "commit": code.short if code else None,
+    }
+    calibration = None
+    if method.calibrated or cfg.output_error:
+        texts = cfg.calibration
+        tokens = token_sequences(
+            make(texts.texts),
+            load_tokenizer(source),
+            sequences=texts.sequences,
+            length=texts.length,
+            seed=texts.seed,
+        )
+        calibration = _calibration(source, tokens, compute, display)
+        facts["calibration"] = {
+            "tokens": hashlib.sha256(raw(tokens)).hexdigest(),
+            "shape": list(tokens.shape),
+            "dtype": str(compute.torch_dtype()),
+        }
     return Job(
         source=source,
         format=format,
@@ -52,12 +87,27 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
         out=Path(cfg.out).expanduser(),
         shard_bytes=int(cfg.shard_gb * GB),
         device=compute.torch_device(),
-        calibration=None,
-        facts={
-            "tool": f"qerl {provenance.versions()['qerl']}",
-            "commit": code.short if code else None,
-        },
+        calibration=calibration,
+        facts=facts,
     )
+
+
+def _calibration(
+    source: Source, tokens: Tensor, compute: Compute, display: ConversionProgress
+) -> Callable[[], Calibration]:
+    """Makes the calibration when the conversion asks for it."""
+
+    def start() -> Calibration:
+        embed = source.weights().get("model.embed_tokens.weight").to(compute.torch_device())
+        return StreamedCalibration(
+            full_spec(source),
+            embed,
+            tokens,
+            dtype=compute.torch_dtype(),
+            progress=display.calibration,
+        )
+
+    return start
 
 
 def _told(done: Converted) -> str:

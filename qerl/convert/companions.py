@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +83,18 @@ def write_companions(
         GenerationConfig(eos_token_id=ends).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
-def write_report(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the report of a conversion: a line a linear; infinities are texts."""
-    plain = [
-        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        for row in rows
-    ]
-    lines = ",\n".join(json.dumps(row) for row in plain)
-    write_whole(folder / REPORT, f"[\n{lines}\n]\n")
+def write_report(folder: Path, report: Mapping[str, Json]) -> None:
+    """Write the report of a conversion."""
+    rows = ",\n  ".join(json.dumps(row) for row in report["rows"])
+    head = json.dumps({**report, "rows": []}, indent=1)
+    text = head.replace('"rows": []', f'"rows": [\n  {rows}\n ]')
+    write_whole(folder / REPORT, text + "\n")
 
 
 def read_report(folder: Path) -> list[Row]:
-    """The rows of `write_report`."""
-    rows: list[dict[str, Json]] = json.loads((folder / REPORT).read_text())
-    texts = ("inf", "-inf", "nan")
-    return [{k: float(v) if v in texts else v for k, v in row.items()} for row in rows]
+    """The rows of the report in a folder."""
+    rows: list[Row] = json.loads((folder / REPORT).read_text())["rows"]
+    return rows
 
 
 def write_checksums(folder: Path, settings: Mapping[str, Json], known: Mapping[str, str]) -> None:

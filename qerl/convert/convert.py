@@ -27,8 +27,16 @@ from qerl.convert.companions import (
     write_report,
 )
 from qerl.convert.job import Converted, Job, Stage
-from qerl.convert.method import LINEAR_NAMES, Calibration, LayerWeights, QuantizedLayer, Row
+from qerl.convert.method import (
+    LINEAR_NAMES,
+    Calibration,
+    LayerInputs,
+    LayerWeights,
+    QuantizedLayer,
+    Row,
+)
 from qerl.convert.plan import Part, Plan, Shard, make_plan
+from qerl.convert.report import document, linear_rows
 from qerl.convert.workplace import Workplace, sha256
 from qerl.model import compressed
 from qerl.model.load import full_spec
@@ -63,7 +71,7 @@ def convert(job: Job, progress: Callable[[Stage], None] = lambda stage: None) ->
             entries = _Conversion(job, plan, weights, workplace, progress).run(finished)
             rows = [row for entry in entries for row in entry["rows"]]
             write_companions(workplace.folder, job.source, spec, plan, job.format)
-            write_report(workplace.folder, rows)
+            write_report(workplace.folder, _report(job, rows))
             known = {entry["file"]: entry["sha256"] for entry in entries}
             write_checksums(workplace.folder, workplace.settings, known)
             workplace.publish()
@@ -102,7 +110,7 @@ class _Conversion:
         there = {entry["file"]: entry for entry in finished}
         waiting = [shard for shard in self._plan.shards if shard.file not in there]
         layers = any(part.layer is not None for shard in waiting for part in shard.parts)
-        if layers and self._job.method.calibrated and self._job.calibration is not None:
+        if layers and self._job.calibration is not None:
             self._calibration = self._job.calibration()
         entries = []
         for shard in self._plan.shards:
@@ -158,7 +166,7 @@ class _Conversion:
             raise
         if self._calibration is not None:
             self._calibration.advance(quantized)
-        rows += quantized.rows
+        rows += _rows(layer, quantized, inputs)
         tensors = {part.prefix + name: tensor for name, tensor in quantized.others.items()}
         for name, packed in quantized.linears.items():
             for inner, tensor in compressed.stored(packed).items():
@@ -242,6 +250,19 @@ def _check_planned(part: Part, tensors: Mapping[str, Tensor]) -> None:
             f"{wrong[0]}: the method made {made.get(wrong[0])}, planned is {planned.get(wrong[0])};"
             " a method keeps names, shapes and dtypes"
         )
+
+
+def _rows(layer: LayerWeights, quantized: QuantizedLayer, inputs: LayerInputs | None) -> list[Row]:
+    """The report of a layer, with output errors where there are inputs."""
+    rows = list(quantized.rows)
+    if inputs is not None and not all("output_error" in row for row in rows):
+        return linear_rows(layer, quantized.linears, inputs)
+    return rows
+
+
+def _report(job: Job, rows: Sequence[Row]) -> dict[str, Json]:
+    """The document of the whole conversion."""
+    return document(rows, model=job.source.name, format=job.format.name, method=job.method.name)
 
 
 def _converted(job: Job, plan: Plan, rows: Sequence[Row], *, found: bool) -> Converted:

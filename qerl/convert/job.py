@@ -38,7 +38,8 @@ class Job:
     """Where layers are quantised."""
 
     calibration: Callable[[], Calibration] | None = None
-    """Makes what a calibrated method needs; called when there is a layer to quantise."""
+    """Makes what a calibrated method needs; called when there is a layer to quantise. With a
+    data-free method it adds output errors to the report."""
 
     facts: Mapping[str, Json] = field(default_factory=dict)
     """What else the bytes depend on, as JSON values: tool, commit, calibration data."""

@@ -143,11 +143,16 @@ class Rtn:
                 {
                     "layer": layer.index,
                     "linear": name,
-                    "sqnr_db": sqnr_db(layer.linear(name), packed),
+                    "sqnr_db": _finite(sqnr_db(layer.linear(name), packed)),
                 }
                 for name, packed in linears.items()
             ],
         )
+
+
+def _finite(value: float) -> float | None:
+    """None for an exact weight, whose SQNR no JSON number holds."""
+    return value if math.isfinite(value) else None
 
 
 def sqnr_db(dense: Float[Tensor, "N K"], packed: PackedWeight) -> float:
