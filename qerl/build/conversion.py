@@ -45,6 +45,8 @@ def quantize(cfg: DictConfig) -> str:
 
 def job(cfg: DictConfig, display: ConversionProgress) -> Job:
     """The job that `cfg` describes; nothing is read."""
+    if cfg.quant.method not in cfg.methods:
+        raise ValueError(f"quant.method={cfg.quant.method}: one of {', '.join(cfg.methods)}")
     source: Source = make(cfg.model.source)
     format: Format = make(cfg.quant)
     packing = read_packing(source.config())
@@ -53,8 +55,6 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
             f"{source.name} holds {packing.format.name} of {packing.maker} already; bring the "
             "original checkpoint: what is quantised once is not quantised again"
         )
-    if cfg.quant.method not in cfg.methods:
-        raise ValueError(f"quant.method={cfg.quant.method}: one of {', '.join(cfg.methods)}")
     method: Method = make(cfg.methods[cfg.quant.method])
     if not isinstance(cfg.shard_gb, int | float) or not cfg.shard_gb > 0:
         raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")

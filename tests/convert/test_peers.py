@@ -170,5 +170,9 @@ def test_the_report_has_a_line_a_linear(job: Jobs) -> None:
     assert [row["layer"] for row in done.rows] == [0] * 7 + [1] * 7 + [2] * 7
     for row in done.rows:
         assert 18 < row["sqnr_db"] < 23
-    assert json.loads((done.folder / "quantization_report.json").read_text()) == done.rows
+    report = json.loads((done.folder / "quantization_report.json").read_text())
+    assert report["rows"] == done.rows
+    assert (report["model"], report["format"], report["method"]) == ("small", "nvfp4", "rtn")
+    worst = min(row["sqnr_db"] for row in done.rows)
+    assert report["summary"]["sqnr_worst_db"] == pytest.approx(worst)
     assert convert(job()).rows == done.rows

@@ -260,7 +260,7 @@ class Shifting:
 
         tensors = {n: (t + inputs / 1e4).to(t.dtype) for n, t in layer.tensors.items()}
         made = Rtn().quantize(LayerWeights(index=layer.index, tensors=tensors), format)
-        return replace(made, rows=[{"layer": layer.index, "inputs": inputs}])
+        return replace(made, rows=[{"layer": layer.index, "output_error": inputs}])
 
 
 def test_a_calibrated_conversion_goes_on_with_what_flows_through_the_finished_layers(
@@ -288,7 +288,7 @@ def test_a_calibrated_conversion_goes_on_with_what_flows_through_the_finished_la
         "advance 0", "inputs 1", "advance 1", "inputs 2", "advance 2",
     ]  # fmt: skip
     assert [row["layer"] for row in done.rows] == [0, 1, 2]
-    assert len({row["inputs"] for row in done.rows}) == 3
+    assert len({row["output_error"] for row in done.rows}) == 3
 
 
 def test_a_calibrated_method_without_data_is_refused(job: Jobs) -> None:
