@@ -1,28 +1,23 @@
 """The third job: from a configuration to a folder of packed weights."""
 
-import hashlib
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
-from torch import Tensor
 
+from qerl.build.calibration import calibration_plan
 from qerl.build.config import make, quiet_libraries
-from qerl.convert.calibrate import StreamedCalibration
 from qerl.convert.convert import convert
 from qerl.convert.job import Converted, Job
-from qerl.convert.method import Calibration, Method
+from qerl.convert.method import Method
 from qerl.convert.report import summary
-from qerl.data.texts import token_sequences
-from qerl.model.load import full_spec, load_tokenizer
 from qerl.model.packing import read_packing
-from qerl.model.shards import raw
 from qerl.model.source import Source
 from qerl.quant.packed import Format
 from qerl.record import provenance
 from qerl.record.conversion import ConversionProgress
+from qerl.record.figure import plot_linears
 from qerl.training.compute import Compute
 
 log = logging.getLogger(__name__)
@@ -60,26 +55,14 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
         raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")
     compute: Compute = make(cfg.trainer.compute)
     code = provenance.commit()
-    facts: dict[str, Any] = {
+    facts = {
         "tool": f"qerl {provenance.versions()['qerl']}",
         "commit": code.short if code else None,
     }
-    calibration = None
+    plan = None
     if method.calibrated or cfg.output_error:
-        texts = cfg.calibration
-        tokens = token_sequences(
-            make(texts.texts),
-            load_tokenizer(source),
-            sequences=texts.sequences,
-            length=texts.length,
-            seed=texts.seed,
-        )
-        calibration = _calibration(source, tokens, compute, display)
-        facts["calibration"] = {
-            "tokens": hashlib.sha256(raw(tokens)).hexdigest(),
-            "shape": list(tokens.shape),
-            "dtype": str(compute.torch_dtype()),
-        }
+        plan = calibration_plan(cfg, source, compute, display.calibration)
+        facts |= plan.facts
     return Job(
         source=source,
         format=format,
@@ -87,27 +70,10 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
         out=Path(cfg.out).expanduser(),
         shard_bytes=int(cfg.shard_gb * GB),
         device=compute.torch_device(),
-        calibration=calibration,
+        calibration=plan.begin if plan else None,
+        draw=partial(plot_linears, title=f"{cfg.model.name}, {format.name}, {method.name}"),
         facts=facts,
     )
-
-
-def _calibration(
-    source: Source, tokens: Tensor, compute: Compute, display: ConversionProgress
-) -> Callable[[], Calibration]:
-    """Makes the calibration when the conversion asks for it."""
-
-    def start() -> Calibration:
-        embed = source.weights().get("model.embed_tokens.weight").to(compute.torch_device())
-        return StreamedCalibration(
-            full_spec(source),
-            embed,
-            tokens,
-            dtype=compute.torch_dtype(),
-            progress=display.calibration,
-        )
-
-    return start
 
 
 def _told(done: Converted) -> str:

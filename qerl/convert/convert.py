@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qerl.convert.companions import (
+    REPORT,
     check_companions,
     read_report,
     write_checksums,
@@ -72,6 +73,8 @@ def convert(job: Job, progress: Callable[[Stage], None] = lambda stage: None) ->
             rows = [row for entry in entries for row in entry["rows"]]
             write_companions(workplace.folder, job.source, spec, plan, job.format)
             write_report(workplace.folder, _report(job, rows))
+            if job.draw is not None:
+                job.draw(rows, (workplace.folder / REPORT).with_suffix(".png"))
             known = {entry["file"]: entry["sha256"] for entry in entries}
             write_checksums(workplace.folder, workplace.settings, known)
             workplace.publish()

@@ -41,6 +41,9 @@ class Job:
     """Makes what a calibrated method needs; called when there is a layer to quantise. With a
     data-free method it adds output errors to the report."""
 
+    draw: Callable[[Sequence[Row], Path], object] | None = None
+    """Draws the report into a file; the same rows give the same bytes. None draws nothing."""
+
     facts: Mapping[str, Json] = field(default_factory=dict)
     """What else the bytes depend on, as JSON values: tool, commit, calibration data."""
 

@@ -21,6 +21,7 @@ from qerl.quant.nvfp4 import NVFP4
 ROOT = Path(__file__).parents[2]
 Compose = Callable[..., DictConfig]
 SMALL = ("model=toy", "trainer=cpu", "calibration=arithmetic", "calibration.length=64")
+PICTURE = "quantization_report.png"
 
 
 @pytest.fixture
@@ -45,6 +46,8 @@ def test_every_method_writes_a_folder_that_loads(
     assert "is there already, made with the same settings" in again
     listed = json.loads((folder / "checksums.json").read_text())
     assert listed["settings"]["tool"].startswith("qerl ")
+    assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert PICTURE in listed["files"]
     assert ("calibration" in listed["settings"]) == (method in ("awq", "gptq"))
 
 
@@ -60,7 +63,7 @@ def test_output_errors_of_a_data_free_method_are_measured_on_request(conversion:
 
 def test_other_calibration_is_another_conversion(conversion: Compose) -> None:
     quantize(conversion("quant.method=gptq"))
-    with pytest.raises(ValueError, match=r"other settings \(calibration\.tokens: "):
+    with pytest.raises(ValueError, match=r"other settings \(calibration\.tokens_sha256: "):
         quantize(conversion("quant.method=gptq", "calibration.seed=1"))
 
 
@@ -72,7 +75,7 @@ def test_other_calibration_is_another_conversion(conversion: Compose) -> None:
         (["shard_gb=0"], r"shard_gb=0: GB of data in one file, above 0"),
         (["shard_gb=two"], r"shard_gb=two"),
         (["model=qwen2.5-32b", "model.source.path=/nowhere"], r"/nowhere: no config\.json"),
-        (["calibration.length=100000", "quant.method=awq"], "tokens; take"),
+        (["calibration.length=100000", "quant.method=awq"], "has a context of 4096 tokens; set"),
     ],
 )
 def test_wrong_settings_are_one_line_with_a_cure(
