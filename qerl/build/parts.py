@@ -76,8 +76,10 @@ def check_memory(cfg: DictConfig, source: Source, lora: LoRAConfig | None) -> No
     format: Format = make(cfg.quant)
     geometry = source.geometry()
     # Sizes that are only declared come without a config; loading checks the format once more.
-    packing = read_packing(source.config()) if isinstance(geometry, ModelSpec) else None
-    check_quant(source.name, packing, format)
+    packing = None
+    if isinstance(geometry, ModelSpec):
+        packing = read_packing(source.config())
+        check_quant(source.name, packing, format, source.folder())
     chosen = HydraConfig.get().runtime.choices
     others = {}
     if packing is None:

@@ -64,10 +64,14 @@ def write_companions(
     folder: Path, source: Source, spec: ModelSpec, plan: Plan, format: Format
 ) -> None:
     """Write everything but weights and checksums."""
-    config = _config(source) | {
-        "quantization_config": compressed.quantization_config(format, ["lm_head"]),
-        "checksums": CHECKSUMS,
-    }
+    config = _config(source) | {"checksums": CHECKSUMS}
+    if format.name == "bf16":
+        config = {
+            k: v for k, v in config.items() if k not in ("quantization_config", "torch_dtype")
+        }
+        config["dtype"] = "bfloat16"
+    else:
+        config["quantization_config"] = compressed.quantization_config(format, ["lm_head"])
     _write_json(folder / "config.json", config)
     if plan.shards[0].file != SINGLE:
         data = sum(part.nbytes for shard in plan.shards for part in shard.parts)

@@ -37,6 +37,9 @@ class Job:
     device: torch.device = field(default=torch.device("cpu"))
     """Where layers are quantised."""
 
+    dense: bool = False
+    """The folder is dense, in bf16: adapters are merged, and nothing is packed."""
+
     calibration: Callable[[], Calibration] | None = None
     """Makes what a calibrated method needs; called when there is a layer to quantise. With a
     data-free method it adds output errors to the report."""
@@ -64,7 +67,7 @@ class Job:
         return settings | dict(self.facts)
 
     def __post_init__(self) -> None:
-        if self.format.name not in PACKED_FORMATS:
+        if self.format.name not in (("bf16",) if self.dense else PACKED_FORMATS):
             raise ValueError(
                 f"quant={self.format.name}: compressed-tensors packs nvfp4 and mxfp4; load "
                 f"{self.format.name} from the bf16 checkpoint, which train.py and evaluate.py pack "

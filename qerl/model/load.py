@@ -57,7 +57,7 @@ def load_policy(
     """
     spec = full_spec(source)
     packing = read_packing(source.config())
-    check_quant(source.name, packing, format)
+    check_quant(source.name, packing, format, source.folder())
     reader = Reader(source.name, source.weights(), torch.device(device), packing)
     builder = _LayerBuilder(spec, format, lora, seed, dtype)
     started = time.monotonic()

@@ -6,17 +6,22 @@ tensor scale, also where linears read the same input. Activations are never quan
 its sampler compute with them in the compute dtype, whatever the config says of them.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from qerl.model import bnb, compressed, modelopt
+from qerl.model.shards import CHECKSUMS
 from qerl.model.spec import LINEARS, Geometry
 from qerl.quant.bf16 import BF16
+from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nf4 import NF4
+from qerl.quant.nvfp4 import NVFP4
 from qerl.quant.packed import Format, PackedWeight
 
 
@@ -79,8 +84,16 @@ def read_packing(config: PretrainedConfig) -> Packing | None:
     return _MAKERS[method](settings)
 
 
-def check_quant(name: str, packing: Packing | None, format: Format) -> None:
+def check_quant(
+    name: str, packing: Packing | None, format: Format, folder: Path | None = None
+) -> None:
     """Raise unless ``quant=`` is what the checkpoint holds.
+
+    Args:
+        name: of the source.
+        packing: of its checkpoint.
+        format: that ``quant=`` gives.
+        folder: of the checkpoint, where it may say by which method it was made.
 
     Raises:
         ValueError: naming both, and the override that works.
@@ -100,6 +113,19 @@ def check_quant(name: str, packing: Packing | None, format: Format) -> None:
             f"quant.double_quant={str(ours.double_quant).lower()}: {holds} with absmax {has}; "
             f"set quant.double_quant={str(theirs.double_quant).lower()}"
         )
+    made = _method(folder)
+    if isinstance(ours, NVFP4 | MXFP4) and made not in (None, ours.method):
+        raise ValueError(
+            f"quant.method={ours.method}: {holds}, packed by {made}; set quant.method={made}"
+        )
+
+
+def _method(folder: Path | None) -> str | None:
+    """How a folder of scripts/quantize.py was made; None for all others."""
+    if folder is None or not (folder / CHECKSUMS).is_file():
+        return None
+    settings = json.loads((folder / CHECKSUMS).read_text())["settings"]
+    return str(settings["method"]["name"])
 
 
 def linear_format(module: str, packing: Packing | None, format: Format) -> Format:

@@ -13,8 +13,9 @@ from qerl.record.progress import duration
 class ConversionProgress:
     """Use as a context; the display ends with it."""
 
-    def __init__(self, name: str, console: Console | None = None) -> None:
+    def __init__(self, name: str, console: Console | None = None, unit: str = "weights") -> None:
         self.name = name
+        self.unit = unit
         self.console = console or Console()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -79,4 +80,4 @@ class ConversionProgress:
         if not weights or seconds <= 0:
             return "eta –"
         left = (stage.total - stage.done) * seconds / weights
-        return f"{weights / seconds / 1e6:.1f} M weights/s  eta {duration(left)}"
+        return f"{weights / seconds / 1e6:.1f} M {self.unit}/s  eta {duration(left)}"
