@@ -13,7 +13,7 @@ hidden width padded by zeros, which changes no number (`PaddedSource`).
 import logging
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from qerl.types import Packed, Segment
 
 log = logging.getLogger(__name__)
 
-_FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "mxfp4": MXFP4()}
+_FORMATS: dict[str, Callable[..., Format]] = {"nvfp4": NVFP4, "mxfp4": MXFP4}
 _QUESTIONS = (
     "What is 21 + 34?",
     "What is the capital of France?",
@@ -68,6 +68,11 @@ class PaddedSource:
         before = full_spec(inner)
         self._share = before.hidden_size / width
         self._spec = replace(before, hidden_size=width, rms_eps=before.rms_eps * self._share)
+        if ModelSpec.from_hf(self.config()).head_dim != before.head_dim:
+            raise ValueError(
+                f"{inner.name}: the config of {before.family} has no head width of its own, so "
+                "its hidden width cannot be padded; take a llama or qwen3 model"
+            )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """That of the model."""
@@ -149,7 +154,7 @@ class VllmLoadBench:
         folder = Path(self.folder) / f"{model}-{format}-{self.method}"
         job = Job(
             source=source,
-            format=_FORMATS[format],
+            format=_FORMATS[format](method=self.method),
             method=METHODS[self.method],
             out=folder,
             device=torch.device(self.device),
@@ -175,9 +180,8 @@ class VllmLoadBench:
     ) -> dict[str, Any]:
         """Differences over all tokens of all prompts, ours minus theirs."""
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        policy = load_policy(
-            Folder(folder), _FORMATS[format], None, device=self.device, dtype=dtype
-        )
+        held = _FORMATS[format](method=self.method)
+        policy = load_policy(Folder(folder), held, None, device=self.device, dtype=dtype)
         pairs = zip(prompts, theirs, strict=True)
         ours = torch.cat([scored(policy, prompt, tokens) for prompt, (tokens, _) in pairs])  # [N]
         wanted = torch.tensor([value for _, values in theirs for value in values])  # [N]

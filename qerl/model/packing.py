@@ -124,8 +124,9 @@ def _method(folder: Path | None) -> str | None:
     """How a folder of scripts/quantize.py was made; None for all others."""
     if folder is None or not (folder / CHECKSUMS).is_file():
         return None
-    settings = json.loads((folder / CHECKSUMS).read_text())["settings"]
-    return str(settings["method"]["name"])
+    listed = json.loads((folder / CHECKSUMS).read_text())
+    method = listed.get("settings", {}).get("method", {})  # others may have such a file too
+    return str(method["name"]) if "name" in method else None
 
 
 def linear_format(module: str, packing: Packing | None, format: Format) -> Format:

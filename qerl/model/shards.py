@@ -147,8 +147,7 @@ class SafetensorsWeights:
 def check_finished(folder: Path) -> None:
     """Refuse a folder that is being written, or that is not what its checksums say.
 
-    A folder without checksums is somebody else's and passes, unless its config says that it must
-    have them.
+    A folder whose config does not name the checksums is somebody else's and passes.
 
     Raises:
         ValueError: for a folder below one that ends in ``.partial``, and for files that are
@@ -160,15 +159,14 @@ def check_finished(folder: Path) -> None:
             f"{folder}: {unfinished[0]} is the work of an unfinished scripts/quantize.py; give its "
             "command again to finish it"
         )
-    listed = folder / CHECKSUMS
-    if not listed.is_file():
-        config = folder / "config.json"
-        if config.is_file() and json.loads(config.read_text()).get("checksums") == CHECKSUMS:
-            raise ValueError(
-                f"{folder}: {CHECKSUMS} is missing, so whether it is whole is not known; copy the "
-                "folder again"
-            )
+    config, listed = folder / "config.json", folder / CHECKSUMS
+    if not config.is_file() or json.loads(config.read_text()).get("checksums") != CHECKSUMS:
         return
+    if not listed.is_file():
+        raise ValueError(
+            f"{folder}: {CHECKSUMS} is missing, so whether it is whole is not known; copy the "
+            "folder again"
+        )
     for name, facts in json.loads(listed.read_text())["files"].items():
         path = folder / name
         there = path.stat().st_size if path.is_file() else None

@@ -20,7 +20,13 @@ from qerl.quant.nvfp4 import NVFP4
 
 ROOT = Path(__file__).parents[2]
 Compose = Callable[..., DictConfig]
-SMALL = ("model=toy", "trainer=cpu", "calibration=arithmetic", "calibration.length=64")
+SMALL = (
+    "model=toy",
+    "trainer=cpu",
+    "calibration=arithmetic",
+    "calibration.sequences=4",
+    "calibration.length=64",
+)
 PICTURE = "quantization_report.png"
 
 
@@ -39,7 +45,7 @@ def test_every_method_writes_a_folder_that_loads(
     assert told.startswith(f"{folder}: 0.000 G weights")
     assert "sqnr_mean_db" in told
     assert ("output_error_mean" in told) == (method in ("awq", "gptq"))
-    format = {"nvfp4": NVFP4(), "mxfp4": MXFP4()}[quant]
+    format = {"nvfp4": NVFP4, "mxfp4": MXFP4}[quant](method=method)
     policy = load_policy(Folder(folder), format, None)
     assert policy.linear_bits_per_weight() < 4.6
     again = quantize(conversion(f"quant={quant}", f"quant.method={method}"))

@@ -121,3 +121,10 @@ def test_the_fingerprint_follows_content_and_not_place(folder: Path, tmp_path: P
     assert SafetensorsWeights(other).fingerprint() != first
     changed = TENSORS | {"b": 2 * TENSORS["b"]}
     assert DictWeights(TENSORS).fingerprint() != DictWeights(changed).fingerprint()
+
+
+def test_checksums_of_others_are_not_read(folder: Path) -> None:
+    (folder / CHECKSUMS).write_text("[]")
+    SafetensorsWeights(folder)
+    (folder / "config.json").write_text("{}")
+    SafetensorsWeights(folder)
