@@ -30,7 +30,6 @@ def test_the_bench_measures_every_variant_of_the_configuration(
         "model=toy",
         "bench.variants=[bf16/rtn,nf4/rtn,mxfp4/mse,nvfp4/awq,nvfp4-pow2/gptq]",
         "bench.problems.size=2",
-        "bench.samples=2",
         "bench.max_new_tokens=2",
         "bench.windows=2",
         "bench.window=32",
