@@ -1,9 +1,10 @@
 """What each format and method costs: output error, perplexity, divergence, right answers.
 
 Every variant is made from the same dense weights and calibrated on the same tokens; all read the
-same held-out text and answer the same problems, so that differences are paired. Likelihoods and divergence resolve more than answers do: thousands of tokens against a
-few hundred completions. Answers are greedy: drawing with top-p sorts the vocabulary at every token,
-and in the same time a CPU answers eight times as many problems without.
+same held-out text and answer the same problems, so that differences are paired. Likelihoods and
+divergence resolve more than answers do: thousands of tokens against a few hundred completions.
+Answers are greedy: drawing with top-p sorts the vocabulary at every token, and in the same time a
+CPU answers eight times as many problems without.
 
     perplexity = exp(mean -log p(token)),   divergence = mean KL(dense || variant), nats a token
 """
@@ -62,6 +63,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 BASELINE = "bf16/rtn"
 
+_ROWS = 128  # tokens whose logits are in memory at a time: 25 MB at 49,152 words
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
@@ -70,8 +73,8 @@ class _Reading:
     nll: Float[Tensor, "windows T1"]
     """-log p of every token but each window's first, nats."""
 
-    log_probs: Float[Tensor, "windows T1 V"]
-    """Of the first windows, for the divergence."""
+    log_probs: Float[Tensor, "rows V"]
+    """Of the tokens of the first windows, for the divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +240,14 @@ def _read(policy: Policy, text: Int[Tensor, "windows T"], divergence_windows: in
     for index, window in enumerate(text.to(decoder.device)):
         attend = ForestAttend([Segment(start=0, length=length, parent=None)], decoder.device)
         hidden = decoder(window, torch.arange(length, device=decoder.device), attend)  # [T, D]
-        log_probs = project(hidden[:-1], decoder.head).log_softmax(1)  # [T - 1, V]
-        losses.append(-log_probs.gather(1, window[1:, None]).squeeze(1))
-        if index < divergence_windows:
-            kept.append(log_probs)
-    return _Reading(nll=torch.stack(losses).cpu(), log_probs=torch.stack(kept))
+        for rows in torch.arange(length - 1).split(_ROWS):
+            z = project(hidden[rows], decoder.head)  # [r, V]
+            log_total = z.logsumexp(1, keepdim=True)  # [r, 1]
+            losses.append((log_total - z.gather(1, window[rows + 1, None])).squeeze(1))
+            if index < divergence_windows:
+                kept.append(z - log_total)
+    nll = torch.cat(losses).view(len(text), length - 1)
+    return _Reading(nll=nll.cpu(), log_probs=torch.cat(kept))
 
 
 def likelihood(reading: _Reading, baseline: _Reading) -> dict[str, float]:
@@ -251,7 +257,7 @@ def likelihood(reading: _Reading, baseline: _Reading) -> dict[str, float]:
     """
     per_window = reading.nll.double().mean(1)  # [windows]
     away = per_window - baseline.nll.double().mean(1)
-    kl = (baseline.log_probs.exp() * (baseline.log_probs - reading.log_probs)).sum(-1)  # [w, T - 1]
+    kl = (baseline.log_probs.exp() * (baseline.log_probs - reading.log_probs)).sum(-1)  # [rows]
     return {
         "perplexity": math.exp(float(per_window.mean())),
         "nll_nats": float(per_window.mean()),

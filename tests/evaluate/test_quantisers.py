@@ -59,7 +59,7 @@ def test_the_bench_measures_every_variant_of_the_configuration(
 def test_divergence_and_paired_errors_are_those_of_two_tokens_by_hand() -> None:
     def reading(p: float) -> _Reading:
         log_probs = torch.tensor([[[p, 1 - p]], [[p, 1 - p]]]).log()  # [2, 1, 2]
-        return _Reading(nll=-log_probs[..., 0], log_probs=log_probs)
+        return _Reading(nll=-log_probs[..., 0], log_probs=log_probs.flatten(0, 1))
 
     figures = likelihood(reading(0.25), reading(0.5))
     assert figures["perplexity"] == pytest.approx(4)
