@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qerl.convert.calibrate import StreamedCalibration, dense_layer, quantized_layer
-from qerl.convert.method import GROUPS, LayerWeights
-from qerl.convert.methods import METHODS, Awq, Gptq, Mse, fold
+from qerl.convert.method import GROUPS, LayerInputs, LayerWeights
+from qerl.convert.methods import METHODS, Awq, Gptq, Mse, _shared, fold
 from qerl.convert.report import document, linear_rows, summary
 from qerl.model.attention import ForestAttend
 from qerl.model.layers import RotaryEmbedding
@@ -136,6 +136,41 @@ def test_every_method_beats_rounding_on_output_error(format: Format, family: str
     for name, factor in (("mse", 1.0), ("awq", 0.98), ("gptq", 0.8)):
         found, _ = through(name, format, family)
         assert sum(found) < factor * sum(plain), name
+
+
+def test_awq_s_reported_error_is_that_of_the_layer_before_folding() -> None:
+    spec, embed, (layer, *_) = toy()
+    calibration = StreamedCalibration(spec, embed, tokens(spec), dtype=torch.float32)
+    inputs = calibration.inputs(layer)
+    quantised = Awq().quantize(layer, NVFP4(), inputs)
+    norm = "input_layernorm.weight"
+    scale = layer.tensors[norm] / quantised.others[norm]
+    assert float(scale.max()) > 1.01  # it has found something to scale
+    row = next(row for row in quantised.rows if row["linear"] == "self_attn.q_proj")
+    dense = layer.linear("self_attn.q_proj")
+    away = quantised.linears["self_attn.q_proj"].dequantize(torch.float32) / scale - dense
+    moment = inputs.second_moment["q/k/v"]
+    share = torch.trace(away @ moment @ away.T) / torch.trace(dense @ moment @ dense.T)
+    assert float(str(row["output_error"])) == pytest.approx(float(share) ** 0.5, rel=1e-3)
+    divided_moment = moment / torch.outer(scale, scale)
+    options = [
+        NVFP4().quantize_scaled([dense * scale], search=True, importance=divided_moment.diagonal())
+    ]
+    best = torch.trace(
+        (a := options[0][0].dequantize(torch.float32) / scale - dense) @ moment @ a.T
+    )
+    assert float(share * torch.trace(dense @ moment @ dense.T)) < float(best) * 1.05
+
+
+def test_heads_that_read_one_value_head_share_their_mean() -> None:
+    spec, _, (layer, *_) = toy()
+    mean = torch.rand(spec.heads * spec.head_dim)
+    inputs = LayerInputs(tokens=1, second_moment={}, mean_abs={"o": mean}, head_dim=spec.head_dim)
+    shared = _shared(mean, layer, inputs).view(spec.heads, spec.head_dim)
+    expected = mean.view(spec.heads, spec.head_dim)[:2].mean(0)  # heads 0 and 1 read value head 0
+    assert torch.allclose(shared[0], expected)
+    assert torch.equal(shared[0], shared[1])
+    assert not torch.equal(shared[1], shared[2])
 
 
 def test_two_conversions_give_the_same_bytes_and_states() -> None:

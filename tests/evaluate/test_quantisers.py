@@ -30,7 +30,6 @@ def test_the_bench_measures_every_variant_of_the_configuration(
         "model=toy",
         "bench.variants=[bf16/rtn,nf4/rtn,mxfp4/mse,nvfp4/awq,nvfp4-pow2/gptq]",
         "bench.problems.size=2",
-        "bench.samples=2",
         "bench.max_new_tokens=2",
         "bench.windows=2",
         "bench.window=32",
@@ -60,7 +59,7 @@ def test_the_bench_measures_every_variant_of_the_configuration(
 def test_divergence_and_paired_errors_are_those_of_two_tokens_by_hand() -> None:
     def reading(p: float) -> _Reading:
         log_probs = torch.tensor([[[p, 1 - p]], [[p, 1 - p]]]).log()  # [2, 1, 2]
-        return _Reading(nll=-log_probs[..., 0], log_probs=log_probs)
+        return _Reading(nll=-log_probs[..., 0], log_probs=log_probs.flatten(0, 1))
 
     figures = likelihood(reading(0.25), reading(0.5))
     assert figures["perplexity"] == pytest.approx(4)

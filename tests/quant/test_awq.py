@@ -76,6 +76,22 @@ def test_the_calibration_error_never_exceeds_that_of_the_searched_scales(
         assert found <= output_error(w, weighted, second_moment) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_the_scale_is_the_best_of_the_grid_by_brute_force(format: BlockScaled) -> None:
+    x, w = salient(512, 64), torch.randn(16, 64)
+    second_moment, mean_abs = x.T @ x / len(x), x.abs().mean(0)
+    found = channel_scale([w], mean_abs, second_moment, format, AwqSettings(grid=8))
+    errors = {}
+    for point in range(8):
+        power = mean_abs ** (point / 8)
+        scale = power / (power.max() * power.min()).sqrt()
+        moment = second_moment / torch.outer(scale, scale)  # of x / s, the inputs of W s
+        packed = format.quantize_scaled([w * scale], search=True, importance=moment.diagonal())[0]
+        errors[point] = (output_error(w * scale, packed, moment), scale)
+    _, expected = min(errors.values(), key=lambda pair: pair[0])
+    assert torch.allclose(found, expected, rtol=1e-4)
+
+
 def test_channels_with_one_mean_have_one_scale() -> None:
     x = salient(512, 64)
     mean_abs = x.abs().mean(0).view(2, 32).mean(0).repeat(2)
