@@ -5,29 +5,24 @@ of 65 GB never has to fit in host memory.
 """
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
-from qerl.model import modelopt, toy
+from qerl.model import gguf, modelopt, toy
 from qerl.model.shards import DictWeights, Entry, SafetensorsWeights
 from qerl.model.spec import Family, Geometry, ModelSpec, eos_ids
 
@@ -147,7 +142,7 @@ class HuggingFace:
 
         Args:
             id: on the hub, for example ``Qwen/Qwen2.5-7B-Instruct``.
-            path: a complete local folder, taken instead of the hub.
+            path: a complete local folder, or a GGUF file, taken instead of the hub.
             revision: branch, tag or commit on the hub.
             geometry: declared sizes, for plans and messages while no config is at hand.
         """
@@ -188,6 +183,8 @@ class HuggingFace:
     @cached_property
     def _folder(self) -> Folder:
         """The folder with everything but the weights."""
+        if self._path is not None and self._path.endswith(gguf.SUFFIX):
+            return Folder(gguf.unpacked(Path(self._path).expanduser()), self.name)
         if self._path is not None:
             return Folder(self._path, self.name)
         return Folder(self._download("*.json", "*.txt", "*.model", "*.jinja"), self.name)
@@ -261,56 +258,8 @@ class SmolLM2Gguf:
         digest = hashlib.sha256(files[0].read_bytes()).hexdigest()[:8]
         folder = self._cache / f"smollm2-135m-{digest}"
         if not folder.is_dir():
-            _unpack_gguf(files[0], folder)
+            gguf.unpack(files[0], folder)
         return Folder(folder, self.name)
-
-
-def _unpack_gguf(file: Path, folder: Path) -> None:
-    """Write `folder` in the Hugging Face layout; it appears whole or not at all."""
-    # Here and not above: no other source needs it, and older releases of transformers lack it.
-    from transformers import GgufConfig
-
-    tokenizer = gguf_tokenizer(file)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),  # else it is marked as not saveable
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        publish(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file of the kind `smollm`, padding on the left."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        file.parent, gguf_file=file.name, padding_side="left", model_max_length=8192
-    )
-    # transformers builds a plain byte-level pre-tokenizer and ignores the file's `smollm` kind,
-    # which also splits digits: "\n\n1" would become three tokens instead of two.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    return tokenizer
-
-
-def publish(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder into place, unless another process with the same bytes did."""
-    try:
-        unfinished.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(unfinished)
 
 
 class Toy:
