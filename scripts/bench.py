@@ -1,9 +1,12 @@
-"""Measure the kernels on the GPU at hand and write a record.
+"""Measure on the device at hand and write a record.
 
 python scripts/bench.py bench=kernels
 python scripts/bench.py bench=kernels bench.peers=[cublas,humming] bench.geometries=[7b]
 python scripts/bench.py bench=layers
 python scripts/bench.py bench=rollout bench.geometries=[7b,32b]
+python scripts/bench.py bench=quantisers                              on a CPU
+python scripts/bench.py bench=convert                                 on a CPU, 21 GB of disk
+python scripts/bench.py bench=vllm_load                               with the vllm extra
 """
 
 import json
@@ -36,23 +39,36 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         elif row["section"] == "rollout":
             name = f"{row['geometry']}/{row['format']}/{row['batch']}"
             summary[f"{name}/tok_per_s"] = row["tok_per_s"]
+        elif row["section"] == "quantiser":
+            figures = {k: v for k, v in row.items() if isinstance(v, float)}
+            summary |= {f"{row['variant']}/{name}": value for name, value in figures.items()}
+        elif row["section"] == "convert":
+            name = "/".join(row[key] for key in ("geometry", "format", "method"))
+            for figure in ("peak_rss_gib", "seconds", "cpu_s"):
+                summary[f"{name}/{figure}"] = row[figure]
+        elif row["section"] == "vllm" and row["loads"]:
+            for figure in ("mean_abs_nats", "max_abs_nats"):
+                summary[f"{row['model']}/{row['format']}/{figure}"] = row[figure]
     return summary
 
 
 @hydra.main(version_base=None, config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Run the chosen bench and write its record."""
-    if not torch.cuda.is_available():
+    device = str(cfg.bench.get("device", "cuda"))  # only a bench that may choose has the key
+    if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench: no CUDA device; these numbers exist on a GPU only")
     torch.manual_seed(cfg.seed)
     started, rows = provenance.now(), list[dict[str, Any]]()
     instantiate(cfg.bench).run(rows)
     choices = HydraConfig.get().runtime.choices
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    place = device
+    if device == "cuda":
+        place = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     flat = [{k: json.loads(json.dumps(v)) for k, v in row.items()} for row in rows]
     record = Record(
         kind="bench",
-        name=f"{gpu}/{choices['bench']}",
+        name=f"{place}/{choices['bench']}",
         status="completed",
         seed=cfg.seed,
         config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
@@ -60,15 +76,15 @@ def main(cfg: DictConfig) -> None:
         command=provenance.command_line(),
         commit=Commit(sha=cfg.commit, dirty=True) if cfg.commit else provenance.commit(),
         versions=provenance.versions(),
-        device=provenance.device_facts("cuda"),
+        device=provenance.device_facts(device),
         started=started,
         ended=provenance.now(),
         summary=summarise(flat),
         rows=tuple(flat),
     )
     path = record.write(Path(cfg.record_dir))
-    table = [row for row in flat if row["section"] != "check"]
-    checks = len(flat) - len(table)
+    table = [row for row in flat if row["section"] not in ("check", "text", "linear")]
+    checks = sum(row["section"] == "check" for row in flat)
     print(tabulate(table, headers="keys"))
     print(f"{checks} checks passed; {path}")
 

@@ -54,6 +54,16 @@ def test_every_format_builds_and_packs(composed: Compose, option: str) -> None:
     assert format.name == option
 
 
+@pytest.mark.parametrize("option", ["nvfp4", "mxfp4"])
+def test_scales_are_searched_while_a_model_loads(composed: Compose, option: str) -> None:
+    def squared_error(method: str) -> float:
+        format = instantiate(composed(f"quant={option}", f"quant.method={method}").quant)
+        weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+        return float((format.quantize(weight).dequantize(torch.float32) - weight).square().sum())
+
+    assert squared_error("mse") < squared_error("rtn")
+
+
 @pytest.mark.parametrize(
     ("group", "option"),
     [
@@ -152,6 +162,9 @@ def test_an_unknown_option_is_refused_with_those_there_are(composed: Compose) ->
         (["trainer.grad_clip=nan"], r"grad_clip=nan"),
         (["trainer=ddp"], r"backend=nccl: .*none is visible; use trainer\.backend=gloo"),
         (["noise.schedule.stages=2"], r"stages=2"),
+        (["quant.method=awq"], r"quant\.method=awq: .*scripts/quantize\.py quant=nvfp4"),
+        (["quant=mxfp4", "quant.method=gptq"], r"method=gptq: .*scripts/quantize\.py quant=mxfp4"),
+        (["quant=nf4", "quant.method=mse"], r"method=mse: nf4 has no method but rtn"),
         (["algorithm.temperature=0.0"], r"temperature=0\.0: above 0"),
         (["data=gsm8k", "data.path=/nowhere"], r"/nowhere"),
         (["model=qwen2.5-32b", "model.source.path=/nowhere"], r"/nowhere|qwen2.5-32b|GB"),

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [
-    "types", "quant", "kernels", "model", "noise", "data", "rollout", "reward", "algorithm",
-    "training", "record", "evaluate", "build",
+    "types", "quant", "kernels", "model", "convert", "noise", "data", "rollout", "reward",
+    "algorithm", "training", "record", "evaluate", "build",
 ]  # fmt: skip
 FILES = sorted(path for path in (ROOT / "qerl").rglob("*.py") if path.name != "__init__.py")
 MAX_LINES, MAX_FUNCTION = 400, 60

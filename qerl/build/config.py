@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
+from qerl.model.source import Source
 from qerl.training.checkpoint import CheckpointError
 from qerl.training.learner import NothingToLearnError, SamplerIsNotPolicyError
 
@@ -59,7 +60,16 @@ def options(group: str) -> Iterator[tuple[str, Path]]:
 def identity(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
     """Flat settings that a resumed run must share."""
     yield from flat(cfg, IDENTITY)
+    yield from checkpoint_identity(cfg).items()
     yield from ((f"trainer.{key}", cfg.trainer[key]) for key in _IDENTITY_OF_TRAINER)
+
+
+def checkpoint_identity(cfg: DictConfig) -> dict[str, str]:
+    """The fingerprint of a local checkpoint: two folders of one model are not the same weights."""
+    if not OmegaConf.select(cfg, "model.source.path"):
+        return {}
+    source: Source = make(cfg.model.source)
+    return {"model.source.weights": source.weights().fingerprint()}
 
 
 def check_whole(cfg: DictConfig, lowest: Mapping[str, int]) -> None:

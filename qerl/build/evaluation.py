@@ -13,15 +13,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from qerl.build.config import flat, make, quiet_libraries, resolved
+from qerl.build.config import checkpoint_identity, flat, make, quiet_libraries, resolved
 from qerl.build.parts import build_policy, check_memory, decoder, preparation
-from qerl.evaluate.adapter import check_effect, read_lora, weights_digest
+from qerl.evaluate.adapter import check_effect
 from qerl.evaluate.benchmark import Harness, Mode, run_benchmark
 from qerl.evaluate.display import EvaluationProgress
 from qerl.evaluate.report import alike, table, write_report
 from qerl.evaluate.score import problem_rows, score
 from qerl.evaluate.store import Store, fingerprint
-from qerl.model.adapter_io import load_peft
+from qerl.model.adapter_io import load_peft, read_lora, weights_digest
 from qerl.model.load import load_tokenizer
 from qerl.model.source import Source
 from qerl.record import provenance
@@ -217,6 +217,7 @@ def _plan(
     }
     settings = {
         **dict(flat(cfg, _IDENTITY)),
+        **checkpoint_identity(cfg),
         **drawn,
         "adapter": adapter.digest if adapter else None,
         "dtype": str(compute.torch_dtype()),

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import psutil
 import torch
@@ -18,9 +18,11 @@ from qerl.data.prompt_set import PromptSet
 from qerl.evaluate import HeldOut
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
-from qerl.model.plan import MemoryPlan, check_fits, memory_plan
+from qerl.model.packing import check_quant, linear_bytes, read_packing
+from qerl.model.plan import check_fits, memory_plan
 from qerl.model.policy import Policy
 from qerl.model.source import Source
+from qerl.model.spec import ModelSpec
 from qerl.quant.packed import Format
 from qerl.reward.reward import Reward
 from qerl.training.compute import Compute
@@ -56,23 +58,36 @@ def build_policy(cfg: DictConfig, source: Source, lora: LoRAConfig | None) -> Po
     return policy
 
 
+def base_model(cfg: DictConfig, source: Source) -> str:
+    """What adapters are trained on, for those who load them: a packed folder, else the model."""
+    path = OmegaConf.select(cfg, "model.source.path")
+    if path and read_packing(source.config()) is not None:
+        return str(Path(path).expanduser().resolve())
+    return source.name
+
+
 def check_memory(cfg: DictConfig, source: Source, lora: LoRAConfig | None) -> None:
     """Refuse a model that cannot fit, naming formats and models that would; reads no weights."""
     compute: Compute = make(cfg.trainer.compute)
     device = compute.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dtype, shadow = compute.torch_dtype(), compute.keeps_shadow()
-
-    def plan(geometry: Any, format: Format) -> MemoryPlan:
-        return memory_plan(geometry, format, lora, dtype=dtype, shadow=shadow)
-
-    chosen = HydraConfig.get().runtime.choices
+    plan = partial(
+        memory_plan, lora=lora, dtype=compute.torch_dtype(), shadow=compute.keeps_shadow()
+    )
     format: Format = make(cfg.quant)
     geometry = source.geometry()
-    others = {
-        f"quant={name}": plan(geometry, make(OmegaConf.load(path)))
-        for name, path in options("quant")
-        if name != chosen["quant"]
-    }
+    # Sizes that are only declared come without a config; loading checks the format once more.
+    packing = None
+    if isinstance(geometry, ModelSpec):
+        packing = read_packing(source.config())
+        check_quant(source.name, packing, format, source.folder())
+    chosen = HydraConfig.get().runtime.choices
+    others = {}
+    if packing is None:
+        others = {
+            f"quant={name}": plan(geometry, make(OmegaConf.load(path)))
+            for name, path in options("quant")
+            if name != chosen["quant"]
+        }
     for name, path in options("model"):
         node = OmegaConf.load(path)
         declared = OmegaConf.select(node, "source.geometry")
@@ -82,7 +97,8 @@ def check_memory(cfg: DictConfig, source: Source, lora: LoRAConfig | None) -> No
         free, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
     else:
         free, name = psutil.virtual_memory().available, "this machine's memory"
-    check_fits(plan(geometry, format), free, name, others)
+    held = linear_bytes(geometry, packing, format) if packing is not None else None
+    check_fits(plan(geometry, format, linear_bytes=held), free, name, others)
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl.algorithm.algorithm import Algorithm
 from qerl.build.config import check_whole, identity, make, quiet_libraries, resolved
-from qerl.build.parts import build_policy, build_prompts, check_memory, decoder
+from qerl.build.parts import base_model, build_policy, build_prompts, check_memory, decoder
 from qerl.evaluate import Best, HeldOut, Validation
 from qerl.model.adapter_io import save_peft
 from qerl.model.load import load_tokenizer
@@ -184,7 +184,7 @@ def _validation(cfg: DictConfig, held_out: HeldOut | None, run_dir: Path) -> lis
     evaluation = cfg.trainer.evaluation
     if evaluation.every is None or held_out is None:
         return []
-    name = cfg.model.name
+    name = base_model(cfg, make(cfg.model.source))
     best = Best(
         folder=run_dir / "adapter_best",
         save=lambda policy, folder: save_peft(policy, folder, name),
@@ -284,7 +284,7 @@ def _outcome(
     if learner.global_rank != 0:
         return Outcome(text="", objective=objective, exit_status=exit_status)
     adapter = run_dir / "adapter"
-    save_peft(learner.policy, adapter, cfg.model.name)
+    save_peft(learner.policy, adapter, base_model(cfg, make(cfg.model.source)))
     lines = [observer.summary_text(), f"{'adapter':<12}{adapter}"]
     if cfg.trainer.evaluation.keep_best:
         lines.append(f"{'best':<12}{run_dir / 'adapter_best'}")

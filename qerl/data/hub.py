@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from qerl.data.files import Row, locate, read_rows
 from qerl.data.golds import READINGS, Reading, read_gold
@@ -77,12 +78,11 @@ class HubProblems:
             ValueError: the hub cannot be reached, a file is missing or malformed, or a row lacks a
                 field; one line that says what, where, and what to set.
         """
-        files = locate(self.path, self.name, self.hub_config, self.split) if self.path else ()
-        rows = read_rows(files) if files else self._hub_rows()
+        files = self.files()
         count, skipped = 0, 0
         problems: list[Problem] = []
         unreadable: list[str] = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(self.rows()):
             count += 1
             if self.levels and self._level(row) not in self.levels:
                 skipped += 1
@@ -104,6 +104,15 @@ class HubProblems:
             checksum=checksum,
             warnings=warnings,
         )
+
+    def files(self) -> tuple[Path, ...]:
+        """The local files that hold the rows; none where they come through the hub's library."""
+        return locate(self.path, self.name, self.hub_config, self.split) if self.path else ()
+
+    def rows(self) -> Iterator[Row]:
+        """Every row of the split as it is stored, in order; raises as `load` does."""
+        files = self.files()
+        return read_rows(files) if files else self._hub_rows()
 
     def _problem(self, index: int, row: Row) -> Problem:
         question = self._question(row)

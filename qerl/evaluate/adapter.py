@@ -1,43 +1,14 @@
-"""A saved adapter: its shape, its identity, and the check that it does something."""
-
-import hashlib
-import json
-from pathlib import Path
+"""The check that an adapter does something."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.model.adapter_io import CONFIG_FILE, WEIGHTS_FILE
 from qerl.model.attention import ForestAttend
-from qerl.model.linear import LoRAConfig
 from qerl.model.policy import Policy
 from qerl.types import Prompts, Segment
 
 PROBES = 4
-
-
-def read_lora(folder: Path) -> LoRAConfig:
-    """Rank, scale and targets of an adapter in the format of peft.
-
-    Raises:
-        ValueError: there is none.
-    """
-    path = folder / CONFIG_FILE
-    if not path.is_file() or not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(
-            f"adapter={folder}: no {CONFIG_FILE} and {WEIGHTS_FILE} there; name the folder that a "
-            "run left (out/.../adapter) or that peft saved"
-        )
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return LoRAConfig(
-        rank=config["r"], alpha=config["lora_alpha"], targets=sorted(config["target_modules"])
-    )
-
-
-def weights_digest(folder: Path) -> str:
-    """SHA-256 of the adapter's file of matrices."""
-    return hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
 
 
 @torch.no_grad()

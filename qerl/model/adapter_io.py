@@ -5,9 +5,11 @@ A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``; matric
 [N, R], fp32.
 """
 
+import hashlib
 import json
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,56 @@ def save_peft(policy: Policy, folder: str | Path, base_model_name: str) -> None:
     """
     if policy.lora is None:
         raise ValueError("policy without adapters: nothing to save; load it with a lora config")
+    write_peft(policy.lora, policy.adapter_state(), folder, base_model_name)
+
+
+def write_peft(
+    lora: LoRAConfig, state: Mapping[str, Tensor], folder: str | Path, base_model_name: str
+) -> None:
+    """Write matrices by the policy's names as `save_peft` does."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as unfinished:
-        _write_config(policy.lora, base_model_name, unfinished)
-        tensors = {_to_peft(name): tensor for name, tensor in policy.adapter_state().items()}
+        _write_config(lora, base_model_name, unfinished)
+        tensors = {_to_peft(name): tensor for name, tensor in state.items()}
         save_file(tensors, Path(unfinished) / WEIGHTS_FILE, metadata={"format": "pt"})
         for file in (CONFIG_FILE, WEIGHTS_FILE):
             (Path(unfinished) / file).replace(target / file)
+
+
+def read_peft(folder: Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
+    """The settings of a saved adapter, and its matrices by the policy's names.
+
+    Raises:
+        ValueError: there is none, or one that is more than plain LoRA.
+    """
+    lora = read_lora(folder)
+    _check_config(lora, json.loads((folder / CONFIG_FILE).read_text()), folder)
+    state = load_file(folder / WEIGHTS_FILE)
+    return lora, {_from_peft(name, folder): tensor for name, tensor in state.items()}
+
+
+def read_lora(folder: Path) -> LoRAConfig:
+    """Rank, scale and targets of an adapter in the format of peft.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"adapter={folder}: no {CONFIG_FILE} and {WEIGHTS_FILE} there; name the folder that a "
+            "run left (out/.../adapter) or that peft saved"
+        )
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return LoRAConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=sorted(config["target_modules"])
+    )
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the adapter's file of matrices."""
+    return hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
 
 
 def load_peft(policy: Policy, folder: str | Path) -> None:

@@ -15,20 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from qerl.model.decoder import Attention, Decoder, DecoderLayer
 from qerl.model.layers import RMSNorm, SwiGLU
 from qerl.model.linear import FrozenLinear, Linear, LoRAConfig, LoRALinear, adapter_generator
+from qerl.model.packing import Packing, check_quant, linear_format, linear_name, read_packing
 from qerl.model.policy import Policy
-from qerl.model.source import Source, Weights
+from qerl.model.reader import FUSED, Reader
+from qerl.model.source import Source
 from qerl.model.spec import ModelSpec
 from qerl.quant.packed import Format, PackedWeight
 
 logger = logging.getLogger(__name__)
-
-_FUSED = (
-    ("self_attn", ("q_proj", "k_proj", "v_proj")),
-    ("self_attn", ("o_proj",)),
-    ("mlp", ("gate_proj", "up_proj")),
-    ("mlp", ("down_proj",)),
-)
-"""Linears that read the same input share a tensor scale, so that an engine may fuse them."""
 
 
 def load_policy(
@@ -43,6 +37,9 @@ def load_policy(
     checkpoint_layers: bool = False,
 ) -> Policy:
     """The policy of a source, its linears packed in `format`.
+
+    A source whose linears are packed already must hold `format`; its bytes are taken as they are,
+    and linears that it leaves dense are held in bf16.
 
     Args:
         source: where config and weights come from.
@@ -59,10 +56,12 @@ def load_policy(
             left over or of the wrong shape, or packed bytes that are not what the format promises.
     """
     spec = full_spec(source)
-    reader = _Reader(source.name, source.weights(), torch.device(device), dtype)
-    builder = _LayerBuilder(spec, format, lora, seed)
+    packing = read_packing(source.config())
+    check_quant(source.name, packing, format, source.folder())
+    reader = Reader(source.name, source.weights(), torch.device(device), packing)
+    builder = _LayerBuilder(spec, format, lora, seed, dtype)
     started = time.monotonic()
-    embed = reader.dense("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    embed = reader.matrix("model.embed_tokens", (spec.vocab_size, spec.hidden_size), dtype)
     layers = []
     for index in range(spec.layers):
         layers.append(builder.layer(reader, index))
@@ -72,15 +71,15 @@ def load_policy(
                 "%s: %d of %d layers in %s, %.1f s",
                 *(source.name, index + 1, spec.layers, format.name, seconds),
             )
-    norm = RMSNorm(reader.dense("model.norm.weight", (spec.hidden_size,)), spec.rms_eps)
+    norm = RMSNorm(reader.stored("model.norm.weight", (spec.hidden_size,)).to(dtype), spec.rms_eps)
     head = None
     if not spec.tied:
-        head = reader.dense("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+        head = reader.matrix("lm_head", (spec.vocab_size, spec.hidden_size), dtype)
     reader.check_all_used(tied=spec.tied)
     decoder = Decoder(spec, embed, layers, norm, head)
     decoder.checkpoint_layers = checkpoint_layers
     policy = Policy(decoder, lora)
-    _check_packed(policy, format)
+    _check_packed(policy, packing, format)
     policy.set_shadow(shadow)
     return policy
 
@@ -100,56 +99,24 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class _Reader:
-    """Takes tensors out of a checkpoint, checks their shapes and remembers which were used."""
-
-    def __init__(
-        self, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._name = name
-        self._weights = weights
-        self._left = set(weights.names())
-        self._all = frozenset(self._left)
-        self._device = device
-        self._dtype = dtype
-
-    def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor on the device, in the dtype of the checkpoint."""
-        if name not in self._all:
-            raise ValueError(f"{self._name}: the checkpoint has no tensor {name}")
-        tensor = self._weights.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{self._name}: {name} is {list(tensor.shape)}, the config says {list(shape)}"
-            )
-        self._left.discard(name)
-        return tensor.to(self._device)
-
-    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor on the device, in the compute dtype."""
-        return self.stored(name, shape).to(self._dtype)
-
-    def check_all_used(self, *, tied: bool) -> None:
-        """Raise if a tensor of the checkpoint has no place in the model."""
-        # Some exports repeat a tied head, and old ones store the rotary table.
-        spare = {"lm_head.weight"} if tied else set()
-        left = sorted(n for n in self._left - spare if not n.endswith("rotary_emb.inv_freq"))
-        if left:
-            raise ValueError(
-                f"{self._name}: {len(left)} tensors have no place in the model, first {left[0]}"
-            )
-
-
 class _LayerBuilder:
     """Makes decoder layers: reads, quantises and wraps their linears."""
 
-    def __init__(self, spec: ModelSpec, format: Format, lora: LoRAConfig | None, seed: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        format: Format,
+        lora: LoRAConfig | None,
+        seed: int,
+        dtype: torch.dtype,
+    ) -> None:
         self._spec = spec
         self._format = format
         self._lora = lora
         self._seed = seed
+        self._dtype = dtype
 
-    def layer(self, reader: _Reader, index: int) -> DecoderLayer:
+    def layer(self, reader: Reader, index: int) -> DecoderLayer:
         """Layer `index`, filled."""
         spec, prefix = self._spec, f"model.layers.{index}"
         linears = dict(self._linears(reader, index))
@@ -169,18 +136,16 @@ class _LayerBuilder:
             mlp=SwiGLU(linears["gate_proj"], linears["up_proj"], linears["down_proj"]),
         )
 
-    def _linears(self, reader: _Reader, index: int) -> Iterator[tuple[str, Linear]]:
+    def _linears(self, reader: Reader, index: int) -> Iterator[tuple[str, Linear]]:
         """The seven linears of a layer; those that share an input are quantised together."""
         shapes = self._spec.linear_shapes()
-        for block, names in _FUSED:
-            prefix = f"model.layers.{index}.{block}"
-            dense = [reader.stored(f"{prefix}.{name}.weight", shapes[name]) for name in names]
-            packed = self._format.quantize_fused(dense)
-            del dense
+        for names in FUSED:
+            packed = reader.linears(index, names, [shapes[name] for name in names], self._format)
             for name, weight in zip(names, packed, strict=True):
                 bias = None
                 if self._spec.qkv_bias and name in ("q_proj", "k_proj", "v_proj"):
-                    bias = reader.dense(f"{prefix}.{name}.bias", shapes[name][:1])
+                    stored = reader.stored(f"{linear_name(index, name)}.bias", shapes[name][:1])
+                    bias = stored.to(self._dtype)
                 yield name, self._wrap(f"layers.{index}.{name}", weight, bias)
 
     def _wrap(self, full_name: str, packed: PackedWeight, bias: Tensor | None) -> Linear:
@@ -191,13 +156,24 @@ class _LayerBuilder:
         return LoRALinear(linear, self._lora, adapter_generator(self._seed, full_name))
 
 
-def _check_packed(policy: Policy, format: Format) -> None:
-    """Raise unless the bytes in memory are those that the format promises."""
-    bits = policy.linear_bits_per_weight()
-    spec = policy.spec
-    tensor_scales = 8 * 64 * 7 * spec.layers / spec.linear_weights  # at most 64 bytes a linear
-    if not format.bits_per_weight <= bits <= format.bits_per_weight + tensor_scales:
+def _check_packed(policy: Policy, packing: Packing | None, format: Format) -> None:
+    """Raise unless the bytes in memory are those that the formats promise."""
+    held = promised = weights = 0.0
+    linears = policy.linears()
+    for layer in range(policy.spec.layers):
+        for name, (N, K) in policy.spec.linear_shapes().items():
+            own = linear_format(linear_name(layer, name), packing, format)
+            packed = linears[f"layers.{layer}.{name}"].packed
+            if packed.format.name != own.name:
+                raise ValueError(
+                    f"layers.{layer}.{name} is held in {packed.format.name}, not {own.name}"
+                )
+            held += 8 * packed.nbytes
+            promised += own.bits_per_weight * N * K
+            weights += N * K
+    tensor_scales = 8 * 64 * 7 * policy.spec.layers  # at most 64 bytes a linear
+    if not promised <= held <= promised + tensor_scales:
         raise ValueError(
-            f"linears take {bits:.4f} bits per weight, {format.name} promises "
-            f"{format.bits_per_weight}: the weights in memory are not in that format"
+            f"linears take {held / weights:.4f} bits per weight, {format.name} promises "
+            f"{promised / weights:g}: the weights in memory are not in that format"
         )

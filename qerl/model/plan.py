@@ -73,6 +73,7 @@ def memory_plan(
     *,
     dtype: torch.dtype = torch.bfloat16,
     shadow: bool = False,
+    linear_bytes: int | None = None,
 ) -> MemoryPlan:
     """What `load_policy` with the same arguments and AdamW will hold.
 
@@ -82,6 +83,8 @@ def memory_plan(
         lora: adapters; None for none.
         dtype: compute dtype.
         shadow: dense copies of the linears beside the packed ones.
+        linear_bytes: of the packed linears, where a checkpoint decides (`packing.linear_bytes`);
+            None where all are in `format`.
     """
     shapes = geometry.linear_shapes()
     largest = max(N * K for N, K in shapes.values())
@@ -89,7 +92,7 @@ def memory_plan(
     if lora is not None:
         trained = geometry.layers * sum(lora.rank * sum(shapes[name]) for name in lora.targets)
     return MemoryPlan(
-        linears=int(geometry.linear_weights * format.bits_per_weight / 8),
+        linears=linear_bytes or int(geometry.linear_weights * format.bits_per_weight / 8),
         embeddings=geometry.embedding_weights * dtype.itemsize,
         norms=(2 * geometry.layers + 1) * geometry.hidden_size * 4,
         adapters=trained * 4,

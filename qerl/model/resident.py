@@ -86,13 +86,16 @@ def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
 
     On a CUDA device with bf16 compute, NVFP4 goes to tile order (Hopper; N % 32 == 0 and
     K % 128 == 0, so that nothing is padded), bf16 stays as it is, and both lie side by side.
-    Everything else stays untouched.
+    Everything else stays untouched, also linears of which a checkpoint leaves some dense. Each
+    keeps its own tensor scale.
     """
     weights = [weight for weight in packed if isinstance(weight, PackedWeight)]
     if len(weights) < len(packed):
         return list(packed)  # settled already
     first = weights[0]
     if first.device.type != "cuda" or dtype != torch.bfloat16:
+        return list(weights)
+    if any(weight.format.name != first.format.name for weight in weights):
         return list(weights)
     if first.format.name == "nvfp4" and is_hopper(first.device) and _whole_tiles(weights):
         return _tiled(weights)

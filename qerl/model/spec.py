@@ -225,12 +225,6 @@ def _refuse_variants(family: str, raw: Mapping[str, Any]) -> None:
             f"{family} with layer_types={sorted(kinds)}: only full attention is implemented; "
             "set use_sliding_window=false if the context allows"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"{family} checkpoint already quantised ({method}): load the original bf16 weights, "
-            "`quant=` chooses the format"
-        )
     plain: dict[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, wanted in plain.items():
         if raw.get(key, wanted) != wanted:

@@ -12,7 +12,7 @@ every code is finite in fp32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,13 @@ from torch import Tensor
 from qerl.quant.e2m1 import E2M1_VALUES, encode_e2m1
 from qerl.quant.nibbles import dequantize_rows, pack_low_first, pair_table
 from qerl.quant.packed import Layout, PackedWeight, block_amax, check_weights, row_chunks
+from qerl.quant.search import (
+    E8M0_OFFSETS,
+    MethodName,
+    check_data_free,
+    check_method,
+    search_bytes,
+)
 
 BLOCK_SIZE = 32  # weights per scale along K
 E2M1_MAX_EXPONENT = 2  # 4 = 2^2 is the largest power of two among the values
@@ -30,11 +37,21 @@ E8M0_LARGEST = 252  # 2^125: 6 * 2^125 is finite in fp32, 4 * 2^126 is not
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4:
-    """Round-to-nearest MXFP4, data-free. It has no tensor scale: fused layers need nothing."""
+    """MXFP4, packed by round to nearest or under searched block scales.
+
+    It has no tensor scale: fused layers need nothing.
+    """
 
     name: ClassVar[str] = "mxfp4"
     block_size: ClassVar[int] = BLOCK_SIZE
     bits_per_weight: ClassVar[float] = 4 + 8 / BLOCK_SIZE
+
+    method: MethodName = field(default="rtn", compare=False)
+    """How `quantize` chooses block scales: ``rtn`` or ``mse`` (`search`). ``awq`` and ``gptq`` need
+    calibration data and are refused here; scripts/quantize.py takes them."""
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.name)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         rows, columns = shape
@@ -44,9 +61,40 @@ class MXFP4:
         }
 
     def quantize(self, weight: Float[Tensor, "N K"]) -> PackedWeight:
-        check_weights([weight], BLOCK_SIZE, self.name)
-        weight = weight.detach()
-        block_scale = encode_e8m0(block_amax(weight, BLOCK_SIZE, self.name))  # [N, K/32]
+        return self.quantize_fused([weight])[0]
+
+    def quantize_fused(self, weights: Sequence[Float[Tensor, "_ K"]]) -> list[PackedWeight]:
+        check_data_free(self.method, self.name)
+        return self.quantize_scaled(weights, search=self.method == "mse")
+
+    def quantize_scaled(
+        self,
+        weights: Sequence[Float[Tensor, "_ K"]],
+        *,
+        search: bool,
+        importance: Float[Tensor, " K"] | None = None,
+    ) -> list[PackedWeight]:
+        """As `search.BlockScaled` says."""
+        check_weights(weights, BLOCK_SIZE, self.name)
+        packed = []
+        for weight in weights:
+            scale = encode_e8m0(block_amax(weight.detach(), BLOCK_SIZE, self.name))  # [N, K/32]
+            if search:
+                steps = decode_e8m0(torch.arange(256, dtype=torch.uint8, device=weight.device))
+                bounds = (0, E8M0_LARGEST)
+                scale = search_bytes(
+                    weight.detach(), scale, steps, E8M0_OFFSETS, bounds, importance
+                )
+            packed.append(self._pack(weight.detach(), scale))
+        return packed
+
+    def steps(self, packed: PackedWeight) -> Float[Tensor, "N blocks"]:
+        """The block scales, fp32."""
+        return decode_e8m0(packed.tensors["block_scale"])
+
+    def _pack(
+        self, weight: Float[Tensor, "N K"], block_scale: UInt8[Tensor, "N K//32"]
+    ) -> PackedWeight:
         shape = (weight.shape[0], weight.shape[1])
         codes = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=weight.device)
         for rows in row_chunks(shape, weight.device):
@@ -56,10 +104,6 @@ class MXFP4:
         return PackedWeight(
             format=self, shape=shape, tensors={"codes": codes, "block_scale": block_scale}
         )
-
-    def quantize_fused(self, weights: Sequence[Float[Tensor, "_ K"]]) -> list[PackedWeight]:
-        check_weights(weights, BLOCK_SIZE, self.name)
-        return [self.quantize(weight) for weight in weights]
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "N K"]:
         codes = packed.tensors["codes"]  # [N, K/2]
@@ -79,6 +123,6 @@ def encode_e8m0(amax: Float[Tensor, "N blocks"]) -> UInt8[Tensor, "N blocks"]:
     return (exponent - E2M1_MAX_EXPONENT).clamp(0, E8M0_LARGEST).to(torch.uint8)
 
 
-def decode_e8m0(block_scale: UInt8[Tensor, "n blocks"]) -> Float[Tensor, "n blocks"]:
+def decode_e8m0(block_scale: UInt8[Tensor, "*blocks"]) -> Float[Tensor, "*blocks"]:
     """2^(byte - 127) in fp32; 0 is 2^-127, a subnormal."""
     return block_scale.view(torch.float8_e8m0fnu).float()

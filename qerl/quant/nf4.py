@@ -14,7 +14,7 @@ CPU; names are those of its checkpoints, whose flat codes [N * K / 2, 1] are `co
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qerl.quant.nibbles import dequantize_rows, pack_high_first, pair_table
 from qerl.quant.packed import Layout, PackedWeight, block_amax, check_weights, row_chunks
+from qerl.quant.search import MethodName, check_method
 
 BLOCK_SIZE = 64  # weights per absmax along K
 NESTED_BLOCK_SIZE = 256  # absmax values per nested scale, over the flattened [N * K / 64]
@@ -61,6 +62,12 @@ class NF4:
 
     double_quant: bool = True
     """Store absmax in 8 bits rather than fp32: 4.127 instead of 4.5 bits a weight (QLoRA)."""
+
+    method: MethodName = field(default="rtn", compare=False)
+    """``rtn``: nearest code under the block's absmax. NF4 has no other."""
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.name, ("rtn",))
 
     @property
     def bits_per_weight(self) -> float:

@@ -19,7 +19,7 @@ g to the dtype of the weights; here bf16 weights are read as fp32, which keeps g
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -29,6 +29,14 @@ from torch import Tensor
 from qerl.quant.e2m1 import E2M1_MAX, E2M1_VALUES, encode_e2m1
 from qerl.quant.nibbles import dequantize_rows, pack_low_first, pair_table
 from qerl.quant.packed import Layout, PackedWeight, block_amax, check_weights, row_chunks
+from qerl.quant.search import (
+    E4M3_BOUNDS,
+    E4M3_OFFSETS,
+    MethodName,
+    check_data_free,
+    check_method,
+    search_bytes,
+)
 
 BLOCK_SIZE = 16  # weights per scale along K
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
@@ -41,7 +49,7 @@ ZERO_BLOCK_SCALE = 0.125
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4:
-    """Round-to-nearest NVFP4, data-free."""
+    """NVFP4, packed by round to nearest or under searched block scales."""
 
     name: ClassVar[str] = "nvfp4"
     block_size: ClassVar[int] = BLOCK_SIZE
@@ -51,6 +59,13 @@ class NVFP4:
     """Round the tensor scale up to a power of two. A weight is then value * block_scale * 2^e with
     at most 6 significant bits: bf16 holds every dequantised weight exactly. Costs up to one of the
     18 binades that the block scales span, and nothing else. Off in published checkpoints."""
+
+    method: MethodName = field(default="rtn", compare=False)
+    """How `quantize` chooses block scales: ``rtn`` or ``mse`` (`search`). ``awq`` and ``gptq`` need
+    calibration data and are refused here; scripts/quantize.py takes them."""
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.name)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         rows, columns = shape
@@ -65,13 +80,31 @@ class NVFP4:
 
     def quantize_fused(self, weights: Sequence[Float[Tensor, "_ K"]]) -> list[PackedWeight]:
         """Pack `weights` under the tensor scale of the largest |w| among them."""
+        check_data_free(self.method, self.name)
+        return self.quantize_scaled(weights, search=self.method == "mse")
+
+    def quantize_scaled(
+        self,
+        weights: Sequence[Float[Tensor, "_ K"]],
+        *,
+        search: bool,
+        importance: Float[Tensor, " K"] | None = None,
+    ) -> list[PackedWeight]:
+        """As `search.BlockScaled` says; the tensor scale is that of round to nearest either way."""
         check_weights(weights, BLOCK_SIZE, self.name)
         amaxes = [block_amax(weight.detach(), BLOCK_SIZE, self.name) for weight in weights]
         inverse = self._inverse_scale(torch.stack([amax.max() for amax in amaxes]).max())  # []
-        return [
-            self._pack(weight.detach(), amax, inverse)
-            for weight, amax in zip(weights, amaxes, strict=True)
-        ]
+        packed = []
+        for weight, amax in zip(weights, amaxes, strict=True):
+            scale = _nearest_scale(amax, inverse)  # [N, K/16]
+            if search:
+                scale = _searched_scale(weight.detach(), amax, scale, inverse, importance)
+            packed.append(self._pack(weight.detach(), scale, inverse))
+        return packed
+
+    def steps(self, packed: PackedWeight) -> Float[Tensor, "N blocks"]:
+        """Block scale times tensor scale, fp32."""
+        return packed.tensors["block_scale"].float() * packed.tensors["tensor_scale"]
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "N K"]:
         codes = packed.tensors["codes"]  # [N, K/2]
@@ -96,15 +129,10 @@ class NVFP4:
     def _pack(
         self,
         weight: Float[Tensor, "N K"],
-        amax: Float[Tensor, "N K//16"],
+        block_scale: Float[Tensor, "N K//16"],
         inverse: Float[Tensor, ""],
     ) -> PackedWeight:
-        # The order of operations is compressed-tensors': another would round differently. So would
-        # a division by a Python number, which CUDA computes as a product with its reciprocal.
-        largest = torch.full((), E2M1_MAX, device=amax.device)
-        scale = ((amax / largest) * inverse).to(torch.float8_e4m3fn).float()  # [N, K/16]
-        scale = torch.where(scale == 0, ZERO_BLOCK_SCALE, scale)
-        block_scale = scale.to(torch.float8_e4m3fn)
+        scale = block_scale.float()  # [N, K/16]
         shape = (weight.shape[0], weight.shape[1])
         codes = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=weight.device)
         for rows in row_chunks(shape, weight.device):
@@ -119,6 +147,34 @@ class NVFP4:
                 "tensor_scale": 1.0 / inverse,
             },
         )
+
+
+def _nearest_scale(
+    amax: Float[Tensor, "N blocks"], inverse: Float[Tensor, ""]
+) -> Float[Tensor, "N blocks"]:
+    """The E4M3 scale that maps amax to 6."""
+    # The order of operations is compressed-tensors': another would round differently. So would
+    # a division by a Python number, which CUDA computes as a product with its reciprocal.
+    largest = torch.full((), E2M1_MAX, device=amax.device)
+    scale = ((amax / largest) * inverse).to(torch.float8_e4m3fn).float()  # [N, K/16]
+    return torch.where(scale == 0, ZERO_BLOCK_SCALE, scale).to(torch.float8_e4m3fn)
+
+
+def _searched_scale(
+    weight: Float[Tensor, "N K"],
+    amax: Float[Tensor, "N K//16"],
+    nearest: Float[Tensor, "N K//16"],
+    inverse: Float[Tensor, ""],
+    importance: Float[Tensor, " K"] | None,
+) -> Float[Tensor, "N K//16"]:
+    """The E4M3 scale of the least squared error."""
+    byte = torch.arange(256, dtype=torch.uint8, device=weight.device)
+    steps = byte.view(torch.float8_e4m3fn).float() / inverse  # [256]
+    # Where round to nearest gives a block up, the smallest scale cannot do worse.
+    given_up = (amax > 0) & (amax * inverse < E2M1_MAX * 2**-10)  # [N, K/16]
+    first = torch.where(given_up, 1, nearest.view(torch.uint8))
+    chosen = search_bytes(weight, first, steps, E4M3_OFFSETS, E4M3_BOUNDS, importance)
+    return chosen.view(torch.float8_e4m3fn)
 
 
 def _encode(

@@ -1,4 +1,4 @@
-"""Records → figures: the curves of runs, and bars of evaluations.
+"""Records → figures: the curves of runs, bars of evaluations, and what quantisation did.
 
 Figures are drawn without a display and come out as the same bytes for the same records.
 """
@@ -152,6 +152,51 @@ def bar_chart(
         return _save(figure, path)
 
 
+def plot_linears(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
+    """SQNR and, where it is known, relative output error over the layers, a line a linear.
+
+    Args:
+        rows: of a quantisation report: ``layer``, ``linear``, ``sqnr_db``, ``output_error``.
+        path: ``.png``, ``.svg`` or ``.pdf``; replaced where it exists.
+        title: above the figure.
+
+    Raises:
+        ValueError: no row has either of the two.
+    """
+    known = [
+        (key, label)
+        for key, label in (("sqnr_db", "SQNR (dB)"), ("output_error", "relative output error"))
+        if any(_number(row, key) is not None for row in rows)
+    ]
+    if not known:
+        raise ValueError(f"{len(rows)} rows hold neither sqnr_db nor output_error: nothing to plot")
+    names = list(dict.fromkeys(str(row["linear"]) for row in rows))
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(7.2, 0.9 + 2.1 * len(known)), layout="constrained")
+        axes = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
+        for axis, (key, label) in zip(axes, known, strict=True):
+            for place, name in enumerate(names):
+                points = [
+                    (int(row["layer"]), value)
+                    for row in rows
+                    if row["linear"] == name and (value := _number(row, key)) is not None
+                ]
+                if points:
+                    layers, values = zip(*sorted(points), strict=True)
+                    colour = COLOURS[place % len(COLOURS)]
+                    axis.plot(layers, values, "o-", color=colour, markersize=3, linewidth=1.2)
+            axis.set_ylabel(label)
+        axes[-1].set_xlabel("decoder layer")
+        axes[-1].xaxis.get_major_locator().set_params(integer=True)
+        inks = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+        handles = [Line2D([], [], color=colour, linewidth=2) for colour in inks]
+        short = [name.rpartition(".")[2] for name in names]
+        figure.legend(handles, short, loc="outside right upper")
+        if title:
+            figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        return _save(figure, path)
+
+
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over the last `window` values that are not NaN, at each position."""
     found = np.full(len(values), math.nan)
@@ -175,6 +220,11 @@ def aligned(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     for row, curve in enumerate(curves):
         values[row, [column[step] for step in curve.steps]] = curve.values
     return np.array(steps), values
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _draw(axis: Axes, panel: _Panel, group: Sequence[Record], ink: _Ink) -> None:

@@ -13,11 +13,11 @@ import torch
 
 from qerl.kernels.bench import precompile
 from qerl.kernels.tiles import plan_for
-from qerl.kernels.timing import GEOMETRIES, shapes
+from qerl.kernels.timing import shapes
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
 from qerl.model.policy import Policy
-from qerl.model.random_source import RandomSource
+from qerl.model.random_source import RandomSource, geometry_spec
 from qerl.model.spec import ModelSpec
 from qerl.quant.bf16 import BF16
 from qerl.quant.nvfp4 import NVFP4
@@ -26,32 +26,7 @@ from qerl.rollout.native import NativeEngine
 from qerl.rollout.parity import Gap, policy_logprobs, sampler_logprobs
 from qerl.types import Prompts, Sampling
 
-_LAYERS = {"3b": 36, "7b": 28, "14b": 48, "32b": 64}
-_VOCABULARY = 152064
 _FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "bf16": BF16()}
-
-
-def geometry_spec(name: str, layers: int | None = None) -> ModelSpec:
-    """Qwen2.5 in the size `name`, with all its layers or the first `layers`."""
-    width, kv, mlp = GEOMETRIES[name]
-    return ModelSpec(
-        family="qwen2",
-        hidden_size=width,
-        mlp_size=mlp,
-        layers=layers or _LAYERS[name],
-        heads=width // 128,
-        kv_heads=kv // 128,
-        head_dim=128,
-        vocab_size=_VOCABULARY,
-        tied=False,
-        rope_theta=1e6,
-        rope_scaling=None,
-        rms_eps=1e-6,
-        qkv_bias=True,
-        qk_norm=False,
-        eos_ids=(0,),
-        max_positions=32768,
-    )
 
 
 def random_policy(

@@ -1,5 +1,6 @@
 """Whether a sampler and the policy are one distribution: log-probabilities of the same tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,29 +12,39 @@ from qerl.types import Packed, Rollouts, Segment
 
 
 @torch.no_grad()
+def completion_logprobs(
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> Float[Tensor, " n"]:
+    """The policy's log-probability of every token of a completion, fp32 nats on the CPU.
+
+    The sequence goes through the policy alone and whole, without anything a sampler kept.
+    """
+    tokens = torch.tensor([*prompt, *completion])  # [S]
+    size, own = len(tokens), len(completion)
+    packed = Packed(
+        tokens=tokens,
+        positions=torch.arange(size),
+        segments=(Segment(start=0, length=size, parent=None),),
+        predictors=torch.arange(size - own - 1, size - 1),
+        targets=tokens[size - own :],
+        sequence=torch.zeros(own, dtype=torch.int64),
+        offset=torch.arange(own),
+    )
+    return policy.score(packed.to(policy.decoder.device), temperature)[0].cpu()
+
+
 def policy_logprobs(
     policy: Policy, rollouts: Rollouts, temperature: float = 1.0
 ) -> Float[Tensor, " N"]:
-    """The policy's log-probability of every drawn token, nats, row after row.
-
-    Each sequence goes through the policy alone and whole, without anything the sampler kept.
-    """
-    scored = []
-    for row in range(len(rollouts.lengths)):
-        prompt = list(rollouts.prompts.tokens[row // rollouts.group_size])
-        tokens = torch.tensor(prompt + rollouts.completion(row))  # [S]
-        size, own = len(tokens), int(rollouts.lengths[row])
-        packed = Packed(
-            tokens=tokens,
-            positions=torch.arange(size),
-            segments=(Segment(start=0, length=size, parent=None),),
-            predictors=torch.arange(size - own - 1, size - 1),
-            targets=tokens[size - own :],
-            sequence=torch.full((own,), row),
-            offset=torch.arange(own),
-        )
-        scored.append(policy.score(packed.to(policy.decoder.device), temperature)[0].cpu())
-    return torch.cat(scored)
+    """The policy's log-probability of every drawn token, nats, row after row."""
+    prompts, group = rollouts.prompts.tokens, rollouts.group_size
+    rows = range(len(rollouts.lengths))
+    return torch.cat(
+        [
+            completion_logprobs(policy, prompts[r // group], rollouts.completion(r), temperature)
+            for r in rows
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,9 @@ class ModelSource:
     def weights(self) -> DictWeights:
         return DictWeights(self.model.state_dict())
 
+    def folder(self) -> None:
+        """In memory."""
+
 
 def make_model(config_class: type[PretrainedConfig], **settings: Any) -> PreTrainedModel:
     """A random model in fp32 whose weights bf16 holds exactly; norms and biases are not trivial."""

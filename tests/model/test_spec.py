@@ -105,7 +105,6 @@ def test_several_eos_ids_are_kept() -> None:
         ),
         (old_form(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (old_form(rope_theta=None), "rope_theta"),
-        (old_form(quantization_config={"quant_method": "awq"}), "already quantised (awq)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qerl.record.figure import Bar, aligned, bar_chart, plot_curves, running_mean
+from qerl.record.figure import (
+    Bar,
+    aligned,
+    bar_chart,
+    plot_curves,
+    plot_linears,
+    running_mean,
+)
 from qerl.record.schema import Curve
 
 
@@ -102,3 +109,30 @@ def test_bars_show_values_and_series(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="no bars"):
         bar_chart([], tmp_path / "x.png", label="y")
+
+
+def report_rows(error: float | None) -> list[dict[str, object]]:
+    return [
+        {"layer": layer, "linear": f"mlp.{name}", "sqnr_db": 20.0 + layer, "output_error": error}
+        for layer in range(3)
+        for name in ("up_proj", "down_proj")
+    ]
+
+
+def test_a_report_is_drawn_as_the_same_bytes_and_follows_its_numbers(tmp_path: Path) -> None:
+    first = plot_linears(report_rows(0.1), tmp_path / "a.png", title="nvfp4, mse").read_bytes()
+    assert (
+        plot_linears(report_rows(0.1), tmp_path / "b.png", title="nvfp4, mse").read_bytes() == first
+    )
+    assert (
+        plot_linears(report_rows(0.2), tmp_path / "c.png", title="nvfp4, mse").read_bytes() != first
+    )
+
+
+def test_a_report_without_output_errors_has_one_panel(tmp_path: Path) -> None:
+    text = plot_linears(report_rows(None), tmp_path / "a.svg").read_text()
+    assert "SQNR (dB)" in text
+    assert "output error" not in text
+    assert "down_proj" in text
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_linears([{"layer": 0, "linear": "q", "sqnr_db": math.inf}], tmp_path / "b.png")

@@ -9,7 +9,7 @@ from qerl.record.schema import find
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-@pytest.mark.parametrize("folder", ["runs", "evals"])
+@pytest.mark.parametrize("folder", ["runs", "evals", "bench"])
 def test_every_committed_record_is_valid_and_stands_where_its_fields_say(folder: str) -> None:
     for record in find(RESULTS / folder):
         assert record.path is not None
