@@ -13,8 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from qerl.model.source import Source
+from qerl.rollout.parity import SamplerIsNotPolicyError
 from qerl.training.checkpoint import CheckpointError
-from qerl.training.learner import NothingToLearnError, SamplerIsNotPolicyError
+from qerl.training.learner import NothingToLearnError
 
 EXPECTED_ERRORS = (
     ValueError,

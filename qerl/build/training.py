@@ -29,6 +29,7 @@ from qerl.model.source import Source
 from qerl.record.observer import RunInfo, RunObserver
 from qerl.record.progress import StepProgress
 from qerl.reward.reward import Reward
+from qerl.rollout.parity import ParityProbe
 from qerl.training.checkpoint import (
     AtomicCheckpointIO,
     Checkpoints,
@@ -107,6 +108,16 @@ def train(cfg: DictConfig) -> Outcome:
     )
 
 
+def _probe(cfg: DictConfig) -> ParityProbe | None:
+    """The check that the sampler is the policy, as trainer.parity describes it."""
+    parity = cfg.trainer.parity
+    if parity is None:
+        return None
+    return ParityProbe(
+        bound_nats=cfg.trainer.max_mismatch_nats, prompts=parity.prompts, tokens=parity.tokens
+    )
+
+
 def assemble(cfg: DictConfig) -> tuple[PolicyLearner, HeldOut | None]:
     """The learner and its held-out evaluation, as `cfg` describes them."""
     # What costs nothing comes first, so that a wrong number is refused before a model is loaded.
@@ -115,6 +126,7 @@ def assemble(cfg: DictConfig) -> tuple[PolicyLearner, HeldOut | None]:
         max_steps=cfg.trainer.max_steps,
         grad_clip=cfg.trainer.grad_clip,
         max_mismatch_nats=cfg.trainer.max_mismatch_nats,
+        probe=_probe(cfg),
         identity=dict(identity(cfg)),
     )
     algorithm: Algorithm = make(cfg.algorithm)

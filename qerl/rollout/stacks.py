@@ -97,13 +97,21 @@ class Stack:
 def _side_by_side(
     linears: Sequence[Linear], dtype: torch.dtype
 ) -> TiledWeight | Float[Tensor, "N K"] | None:
-    """One matrix over the bytes of `linears`, which hold parts of it from here on."""
+    """One matrix over the bytes of `linears`, which hold parts of it from here on.
+
+    Where a format has no kernel, dense copies that are kept anyway (`Policy.set_shadow`) serve.
+    """
     bases = [frozen(linear) for linear in linears]
     found = stacked([base.packed for base in bases])
     if found is None:
         for base, packed in zip(bases, settle([base.packed for base in bases], dtype), strict=True):
             base.hold(packed)
         found = stacked([base.packed for base in bases])
+    dense = [base.shadow for base in bases if base.shadow is not None]
+    if found is None and len(dense) == len(bases):
+        found = torch.cat(dense)  # [sum N, K]
+        for base, part in zip(bases, found.split([len(d) for d in dense]), strict=True):
+            base.shadow = part
     return found
 
 

@@ -26,6 +26,7 @@ from qerl.noise.aqn import Noise
 from qerl.noise.scope import NoiseReport
 from qerl.reward.reward import Reward
 from qerl.rollout.engine import Engine
+from qerl.rollout.parity import ParityProbe, SamplerIsNotPolicyError
 from qerl.training import distributed
 from qerl.training.checkpoint import check_same_run
 from qerl.training.schedule import LearningRate
@@ -44,10 +45,6 @@ class Observer(Protocol):
     def on_phase(self, name: str, done: int, total: int) -> None:
         """`done` of `total` of phase `name`."""
         ...
-
-
-class SamplerIsNotPolicyError(RuntimeError):
-    """Sampler and trainer disagree on tokens on which they must agree."""
 
 
 class NothingToLearnError(RuntimeError):
@@ -92,6 +89,9 @@ class LoopSettings:
     """Largest global norm of the adapters' gradient."""
     max_mismatch_nats: float
     """Bound on the mean |log mu - log pi| of a step without noise; the run stops beyond it."""
+    probe: ParityProbe | None = None
+    """Looks whether the sampler is the policy where a step's own tokens cannot tell, which is under
+    noise on the sampler alone, and before the first step; None looks at nothing."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Settings that make the run what it is, flat; a resumed run must agree on them."""
 
@@ -214,6 +214,9 @@ class PolicyLearner(LightningModule):
         )
         self.cursor += algorithm.prompts_per_step
         parts.engine.sync()
+        hidden = parts.noise.scope == "sampler" and parts.noise.sigma(step) > 0
+        if self.settings.probe is not None and hidden and draw == 0:
+            self.settings.probe.check(self.policy, parts.engine, prompts, rollout_step=step)
         with parts.noise.sampling(parts.engine.norms, step) as report:
             rollouts = parts.engine.generate(
                 prompts,
@@ -352,6 +355,17 @@ class PolicyLearner(LightningModule):
 
     def train_dataloader(self) -> DataLoader[int]:
         return DataLoader(_RemainingSteps(self), batch_size=None)
+
+    def on_train_start(self) -> None:
+        """See that the sampler follows every kind of adapter before it is learned from."""
+        probe, parts = self.settings.probe, self.parts
+        if probe is None or self.is_finished:
+            return
+        self.phase("checking the sampler", 0, 1)
+        few = parts.prompts.batch(0, probe.prompts)
+        parts.engine.sync()
+        probe.check_targets(self.policy, parts.engine, few, rollout_step=self.rollout_step)
+        parts.engine.release()
 
     def on_train_end(self) -> None:
         distributed.assert_equal(self._trainable(), "adapters")

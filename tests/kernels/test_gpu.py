@@ -15,7 +15,7 @@ from qerl.kernels.nf4 import dequantize_nf4
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention, paged_attention_reference
 from qerl.kernels.sample import Draws, sample, sample_reference
-from qerl.kernels.tiles import default_plan
+from qerl.kernels.tiles import bucket, default_plan
 from qerl.kernels.w4a16 import Workspace, plan, w4a16
 from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nf4 import NF4
@@ -65,7 +65,8 @@ def test_plans_by_rule_are_right_too() -> None:
         pytest.skip("the fused kernels need compute capability 9.0")
     weight = packed_weight(1152, 2048, MXFP4())
     for tokens in (3, 40):
-        found = check_plan(weight, tokens, default_plan(weight.shape, tokens), repeats=20)
+        rule = default_plan(weight.shape, bucket(tokens))
+        found = check_plan(weight, tokens, rule, repeats=20)
         assert found["differing"] == 0
         assert found["relative_error"] < 3e-3
 

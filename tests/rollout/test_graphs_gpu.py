@@ -138,8 +138,8 @@ def test_tile_order_is_the_only_copy_and_stands_for_the_same_bytes():
     linears = gpu.linears()
     for name, linear in linears.items():
         for part, tensor in cpu.linears()[name].packed.tensors.items():
-            found = linear.packed.tensors[part].cpu().view(torch.uint8)
-            assert torch.equal(found, tensor.view(torch.uint8))
+            found = linear.packed.tensors[part].cpu().flatten().view(torch.uint8)
+            assert torch.equal(found, tensor.flatten().view(torch.uint8))
     x = torch.randn(33, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     linear = linears["layers.0.q_proj"]
     dense = linear.packed.dequantize(torch.bfloat16)

@@ -10,7 +10,8 @@ import torch
 from omegaconf import DictConfig
 
 from qerl import build
-from qerl.training.learner import PolicyLearner, SamplerIsNotPolicyError
+from qerl.rollout.parity import SamplerIsNotPolicyError
+from qerl.training.learner import PolicyLearner
 
 Compose = Callable[..., DictConfig]
 
