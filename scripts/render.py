@@ -14,19 +14,21 @@ from omegaconf import OmegaConf
 from tabulate import tabulate
 
 from qerl.model.plan import memory_plan
+from qerl.model.random_source import geometry_spec
 from qerl.quant.bf16 import BF16
 from qerl.quant.nf4 import NF4
 from qerl.quant.nvfp4 import NVFP4
 from qerl.quant.packed import Format
-from qerl.record.figure import plot_curves
+from qerl.record.figure import plot_curves, plot_rates
 from qerl.record.render import render, stale
 from qerl.record.schema import Record, find
 from qerl.record.table import TableSpec, spec_from
+from qerl.rollout.roofline import floor_tok_per_s
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "results" / "tables"
 README = ROOT / "README.md"
-FIGURE = ROOT / "docs" / "img" / "quickstart.png"
+IMAGES = ROOT / "docs" / "img"
 
 
 def specs() -> list[TableSpec]:
@@ -70,6 +72,35 @@ def quickstart(records: list[Record]) -> list[Record]:
     return [record for record in records if record.name == name and record.status == "completed"]
 
 
+def rollout_figure(records: list[Record]) -> None:
+    """Tokens per second against the batch, beside the floor of the hardware."""
+    formats: dict[str, Format] = {"nvfp4": NVFP4(), "bf16": BF16()}
+    series: dict[str, list[tuple[float, float]]] = {}
+    floors: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record.kind == "bench" and record.name == "h200/rollout":
+            node = record.config["bench"]
+            sizes = {key: node[key] for key in ("group", "prompt", "rank")} | {
+                "new": node["new_tokens"]
+            }
+            for row in (row for row in record.rows if row["section"] == "rollout"):
+                geometry, format = row["geometry"], row["format"]
+                name = f"{geometry.upper()}, {format}"
+                series.setdefault(name, []).append((row["batch"], row["tok_per_s"]))
+                bits = formats[format].bits_per_weight
+                spec = geometry_spec(geometry)
+                floor = floor_tok_per_s(spec, bits, rows=row["batch"], **sizes)
+                floors.setdefault(name, []).append((row["batch"], floor))
+    if series:
+        plot_rates(
+            series,
+            IMAGES / "rollout.png",
+            labels=("sequences that run together", "tokens/s"),
+            limits=floors,
+            title="Rollouts on one H200, LoRA r=32; dashed: the least time of bytes and operations",
+        )
+
+
 def main() -> None:
     """Render, or check that nothing needs rendering."""
     records = find(ROOT / "results")
@@ -89,9 +120,10 @@ def main() -> None:
             README.write_text(text, encoding="utf-8")
     runs = quickstart(records)
     if runs and not check:
-        FIGURE.parent.mkdir(parents=True, exist_ok=True)
+        IMAGES.mkdir(parents=True, exist_ok=True)
         seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in runs}))
-        plot_curves({f"quickstart, seeds {seeds}": runs}, FIGURE)
+        plot_curves({f"quickstart, seeds {seeds}": runs}, IMAGES / "quickstart.png")
+        rollout_figure(records)
     for path in changed:
         print(f"{'differs from the records' if check else 'rendered'}: {path.relative_to(ROOT)}")
     if check and changed:

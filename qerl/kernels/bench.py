@@ -21,11 +21,8 @@ from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.peers import time_peer
 from qerl.kernels.tiles import Plan, plan_for
-from qerl.kernels.timing import graph_us, shapes
+from qerl.kernels.timing import FLOPS_PER_US, READ_BYTES_PER_US, graph_us, shapes
 from qerl.kernels.w4a16 import Workspace, plan, sum_parts, w4a16, w4a16_parts
-
-READ_BYTES_PER_US = 4.62e6  # measured read-only bandwidth of an H200
-FLOPS_PER_US = 790e6  # measured bf16 matrix rate of an H200
 
 
 def random_weight(shape: tuple[int, int], device: str = "cuda") -> TiledWeight:

@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 import torch
 
+READ_BYTES_PER_US = 4.62e6  # measured read-only bandwidth of an H200
+FLOPS_PER_US = 790e6  # measured bf16 matrix rate of an H200
+
 GEOMETRIES = {  # Qwen2.5: hidden, key and value heads x head width, MLP
     "3b": (2048, 256, 11008),
     "7b": (3584, 512, 18944),

@@ -152,6 +152,45 @@ def bar_chart(
         return _save(figure, path)
 
 
+def plot_rates(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    labels: tuple[str, str],
+    limits: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    title: str = "",
+) -> Path:
+    """Lines of (x, y) on doubly logarithmic axes, and what bounds them, dashed.
+
+    Args:
+        series: by name; equal names in `limits` have the same colour.
+        path: ``.png``, ``.svg`` or ``.pdf``; replaced where it exists.
+        labels: of the axes, with units.
+        limits: bounds by name.
+        title: above the figure.
+    """
+    if not series:
+        raise ValueError("no series: nothing to plot")
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axis = figure.subplots()
+        for place, (name, points) in enumerate(series.items()):
+            colour = COLOURS[place % len(COLOURS)]
+            axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=name)
+            if limits and name in limits:
+                axis.plot(*zip(*limits[name], strict=True), "--", color=colour, linewidth=1)
+        ticks = sorted({x for points in series.values() for x, _ in points})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xlabel(labels[0])
+        axis.set_ylabel(labels[1])
+        axis.legend(loc="upper left")
+        if title:
+            axis.set_title(title, loc="left", fontsize=9)
+        return _save(figure, path)
+
+
 def plot_linears(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
     """SQNR and, where it is known, relative output error over the layers, a line a linear.
 

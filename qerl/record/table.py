@@ -28,6 +28,9 @@ class Row:
     overrides: tuple[str, ...] = ()
     """What the command line of such a run says, so that a missing cell can be measured."""
 
+    prefix: str = ""
+    """Stands before the metric of every column: for records that hold several rows."""
+
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's number by column label, in the column's displayed unit."""
 
@@ -171,13 +174,14 @@ def missing(spec: TableSpec, records: Sequence[Record]) -> list[Missing]:
 
 def _cell(spec: TableSpec, row: Row, column: Column, records: Sequence[Record]) -> Cell:
     where = {"status": "completed", "kind": spec.kind, **spec.where, **row.where, **column.where}
-    chosen = [r for r in records if matches(r, where) and column.metric in r.summary]
-    values = [r.summary[column.metric] * column.scale for r in chosen]
+    metric = row.prefix + column.metric
+    chosen = [r for r in records if matches(r, where) and metric in r.summary]
+    values = [r.summary[metric] * column.scale for r in chosen]
     stderr = math.nan
     if len(values) > 1:
         stderr = statistics.stdev(values) / math.sqrt(len(values))
     elif values:
-        stderr = chosen[0].summary.get(column.metric + "_stderr", math.nan) * column.scale
+        stderr = chosen[0].summary.get(metric + "_stderr", math.nan) * column.scale
     return Cell(
         mean=statistics.fmean(values) if values else math.nan,
         stderr=stderr,

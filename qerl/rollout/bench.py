@@ -24,6 +24,7 @@ from qerl.quant.nvfp4 import NVFP4
 from qerl.quant.packed import Format
 from qerl.rollout.native import NativeEngine
 from qerl.rollout.parity import Gap, policy_logprobs, sampler_logprobs
+from qerl.rollout.roofline import floor_tok_per_s
 from qerl.types import Prompts, Sampling
 
 _FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "bf16": BF16()}
@@ -56,7 +57,7 @@ def random_prompts(count: int, tokens: int, vocabulary: int) -> Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBench:
-    """Whole rollouts of B sequences, each after a prompt of its own."""
+    """Whole rollouts of B sequences, in groups that share a prompt."""
 
     geometries: Sequence[str] = ("7b",)
     """Keys of `timing.GEOMETRIES`."""
@@ -101,7 +102,10 @@ class RolloutBench:
             torch.cuda.reset_peak_memory_stats()
             row = {"section": "rollout", "geometry": geometry, "format": name, "batch": batch}
             row |= {"rank": self.rank, "group": self.group, "load_s": round(load_s, 2)}
-            rows.append(row | self._measure(policy, batch))
+            sizes = {"group": self.group, "prompt": self.prompt, "rank": self.rank}
+            bits = _FORMATS[name].bits_per_weight
+            floor = floor_tok_per_s(policy.spec, bits, rows=batch, new=self.new_tokens, **sizes)
+            rows.append(row | self._measure(policy, batch) | {"floor_tok_per_s": round(floor)})
 
     def _measure(self, policy: Policy, batch: int) -> dict[str, float]:
         """Calls of 8 tokens (compiles), of all (captures), of 1 (prefill alone), of all again."""
