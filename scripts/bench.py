@@ -4,6 +4,7 @@ python scripts/bench.py bench=kernels
 python scripts/bench.py bench=kernels bench.peers=[cublas,humming] bench.geometries=[7b]
 python scripts/bench.py bench=layers
 python scripts/bench.py bench=rollout bench.geometries=[7b,32b]
+python scripts/bench.py bench=agreement
 python scripts/bench.py bench=quantisers                              on a CPU
 python scripts/bench.py bench=convert                                 on a CPU, 21 GB of disk
 python scripts/bench.py bench=vllm_load                               with the vllm extra
@@ -27,6 +28,17 @@ from qerl.record.schema import Commit, Record
 logger = logging.getLogger(__name__)
 
 
+# Section of a row -> what names its measurement, and its figures; None: all numbers.
+FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
+    "layer": (("geometry", "batch", "rank"), ("layer_us",)),
+    "rollout": (("geometry", "format", "batch"), ("tok_per_s",)),
+    "agreement": (("format",), ("greedy_equal", "forks", "policy_mean_nats", "policy_max_nats")),
+    "quantiser": (("variant",), None),
+    "convert": (("geometry", "format", "method"), ("peak_rss_gib", "seconds", "cpu_s")),
+    "vllm": (("model", "format"), ("mean_abs_nats", "max_abs_nats")),
+}
+
+
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     """One number a measurement, named by what was measured and its unit."""
     summary = {}
@@ -34,21 +46,12 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         if row["section"] == "linears":
             name = row["kernel"].replace(", ", "_")
             summary[f"{row['geometry']}/{row['tokens']}/{name}_us"] = row["us"]
-        elif row["section"] == "layer":
-            summary[f"{row['geometry']}/{row['batch']}/rank{row['rank']}_us"] = row["layer_us"]
-        elif row["section"] == "rollout":
-            name = f"{row['geometry']}/{row['format']}/{row['batch']}"
-            summary[f"{name}/tok_per_s"] = row["tok_per_s"]
-        elif row["section"] == "quantiser":
-            figures = {k: v for k, v in row.items() if isinstance(v, float)}
-            summary |= {f"{row['variant']}/{name}": value for name, value in figures.items()}
-        elif row["section"] == "convert":
-            name = "/".join(row[key] for key in ("geometry", "format", "method"))
-            for figure in ("peak_rss_gib", "seconds", "cpu_s"):
-                summary[f"{name}/{figure}"] = row[figure]
-        elif row["section"] == "vllm" and row["loads"]:
-            for figure in ("mean_abs_nats", "max_abs_nats"):
-                summary[f"{row['model']}/{row['format']}/{figure}"] = row[figure]
+        elif row["section"] in FIGURES:
+            keys, figures = FIGURES[row["section"]]
+            name = "/".join(str(row[key]) for key in keys)
+            for figure in figures or [key for key in row if isinstance(row[key], float)]:
+                if figure in row:
+                    summary[f"{name}/{figure}"] = row[figure]
     return summary
 
 

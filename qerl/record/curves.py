@@ -35,7 +35,8 @@ class CurveBook:
     def summary(self, window: int) -> dict[str, float]:
         """One number a metric: the mean over its last `window` finite values.
 
-        Of a ``memory/`` metric it is the largest value, of a ``held_out/`` metric the last.
+        Of a ``memory/`` metric it is the largest value, of an evaluation (``held_out/``, ``val/``)
+        the last.
         """
         found: dict[str, float] = {}
         for metric in sorted(self._points):
@@ -44,7 +45,7 @@ class CurveBook:
                 found[metric] = math.nan
             elif metric.startswith("memory/"):
                 found[metric] = max(values)
-            elif metric.startswith("held_out/"):
+            elif metric.startswith(("held_out/", "val/")):
                 found[metric] = values[-1]
             else:
                 found[metric] = _seven_digits(mean(values[-window:]))

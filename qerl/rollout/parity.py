@@ -82,6 +82,18 @@ def gap(policy: Policy, rollouts: Rollouts, temperature: float = 1.0) -> Gap:
 class SamplerIsNotPolicyError(RuntimeError):
     """Sampler and trainer disagree on tokens on which they must agree."""
 
+    @classmethod
+    def of(
+        cls, engine: str, nats: float, bound: float, rollout_step: int, what: str = ""
+    ) -> "SamplerIsNotPolicyError":
+        """The error for a mean difference of `nats`; `what` was done to the policy before."""
+        return cls(
+            f"rollout step {rollout_step}{what}: log-probabilities of the {engine} engine and of the "
+            f"trainer differ by {nats:.4g} nats on average, the bound is {bound}; completions do not "
+            "come from the policy that learns (adapters not applied, other weights), or raise "
+            "trainer.max_mismatch_nats"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityProbe:
@@ -114,11 +126,8 @@ class ParityProbe:
         found = gap(policy, self._draw(engine, prompts, rollout_step))
         if found.mean <= self.bound_nats:
             return found
-        raise SamplerIsNotPolicyError(
-            f"rollout step {rollout_step}{what}: log-probabilities of the {engine.name} engine and "
-            f"of the policy differ by {found.mean:.4g} nats on average ({found.max:.4g} at most), "
-            f"the bound is {self.bound_nats}; completions do not come from the policy that learns "
-            "(adapters not applied, other weights), or raise trainer.max_mismatch_nats"
+        raise SamplerIsNotPolicyError.of(
+            engine.name, found.mean, self.bound_nats, rollout_step, what
         )
 
     def check_targets(
@@ -133,6 +142,7 @@ class ParityProbe:
             SamplerIsNotPolicyError: the sampler does not follow a disturbance.
         """
         found = {}
+        engine.sync()
         for name, adapters in _by_target(policy).items():
             kept = [adapter.lora_b.detach().clone() for adapter in adapters]
             try:

@@ -90,8 +90,7 @@ class LoopSettings:
     max_mismatch_nats: float
     """Bound on the mean |log mu - log pi| of a step without noise; the run stops beyond it."""
     probe: ParityProbe | None = None
-    """Looks whether the sampler is the policy where a step's own tokens cannot tell, which is under
-    noise on the sampler alone, and before the first step; None looks at nothing."""
+    """Before the first step, and in steps whose own tokens carry noise; None does not look."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Settings that make the run what it is, flat; a resumed run must agree on them."""
 
@@ -297,11 +296,8 @@ class PolicyLearner(LightningModule):
         gap = diagnostics.metrics().get("train/mismatch_mean_abs", 0.0)
         if noisy_sampler or gap <= self.settings.max_mismatch_nats:
             return
-        raise SamplerIsNotPolicyError(
-            f"rollout step {self.rollout_step}: log-probabilities of the {self.parts.engine.name} "
-            f"engine and of the trainer differ by {gap:.4g} nats on average, the bound is "
-            f"{self.settings.max_mismatch_nats}; completions do not come from the policy that "
-            "learns (adapters not applied, other weights), or raise trainer.max_mismatch_nats"
+        raise SamplerIsNotPolicyError.of(
+            self.parts.engine.name, gap, self.settings.max_mismatch_nats, self.rollout_step
         )
 
     def _apply_gradient(self, rate: float) -> float:
@@ -342,7 +338,6 @@ class PolicyLearner(LightningModule):
         )
         for logger in self.loggers:
             logger.log_metrics(metrics, step=self.rollout_step)
-        self.log_dict(metrics, logger=False)
         self.rollout_step += 1
 
     # Lightning's side ---------------------------------------------------------------------------
@@ -358,14 +353,12 @@ class PolicyLearner(LightningModule):
 
     def on_train_start(self) -> None:
         """See that the sampler follows every kind of adapter before it is learned from."""
-        probe, parts = self.settings.probe, self.parts
-        if probe is None or self.is_finished:
-            return
-        self.phase("checking the sampler", 0, 1)
-        few = parts.prompts.batch(0, probe.prompts)
-        parts.engine.sync()
-        probe.check_targets(self.policy, parts.engine, few, rollout_step=self.rollout_step)
-        parts.engine.release()
+        probe, engine = self.settings.probe, self.parts.engine
+        if probe is not None and not self.is_finished:
+            self.phase("checking the sampler", 0, 1)
+            few = self.parts.prompts.batch(0, probe.prompts)
+            probe.check_targets(self.policy, engine, few, rollout_step=self.rollout_step)
+            engine.release()
 
     def on_train_end(self) -> None:
         distributed.assert_equal(self._trainable(), "adapters")

@@ -12,8 +12,9 @@ from qerl.noise.scope import noisy
 from qerl.quant.bf16 import BF16
 from qerl.quant.nvfp4 import NVFP4
 from qerl.rollout.native import NativeEngine
+from qerl.rollout.parity import gap
 from qerl.rollout.stacks import policy_stacks
-from qerl.types import Packed, Prompts, Sampling, Segment
+from qerl.types import Prompts, Sampling
 
 pytestmark = pytest.mark.gpu
 
@@ -54,37 +55,15 @@ def _draw(policy, rows=64, graphs=True, group=7, tokens=40, **options):
     return engine.generate(_prompts(), Sampling(**settings), seed=0, rollout_step=0)
 
 
-@torch.no_grad()
-def _gap(policy, rollouts) -> torch.Tensor:
-    """Differences from the trainer's log-probabilities, of every drawn token."""
-    gaps = []
-    for row in range(len(rollouts.lengths)):
-        prompt = list(rollouts.prompts.tokens[row // rollouts.group_size])
-        tokens = torch.tensor(prompt + rollouts.completion(row))
-        size, own = len(tokens), int(rollouts.lengths[row])
-        packed = Packed(
-            tokens=tokens,
-            positions=torch.arange(size),
-            segments=(Segment(start=0, length=size, parent=None),),
-            predictors=torch.arange(size - own - 1, size - 1),
-            targets=tokens[size - own :],
-            sequence=torch.full((own,), row),
-            offset=torch.arange(own),
-        )
-        scored = policy.score(packed.to("cuda"), 1.0)[0].cpu()
-        gaps.append((rollouts.sampler_logprobs[row, :own] - scored).abs())
-    return torch.cat(gaps)
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 @pytest.mark.parametrize("rows", [8, 64])
 def test_logprobs_are_the_trainers_as_rows_come_and_go(format, family, rows):
     policy = _policy(format, family)
     rollouts = _draw(policy, rows)
-    gap = _gap(policy, rollouts)
-    assert gap.mean() < 0.02  # bf16 rounds activations at 2^-9; 0.0105 with torch on a CPU
-    assert gap.max() < 0.25
+    found = gap(policy, rollouts)
+    assert found.mean < 0.02  # bf16 rounds activations at 2^-9; 0.0105 with torch on a CPU
+    assert found.max < 0.25
     assert len(set(rollouts.lengths.tolist())) > 3
     for row in range(len(rollouts.lengths)):
         completion = rollouts.completion(row)
@@ -123,7 +102,7 @@ def test_a_call_repeats_bit_for_bit_and_sees_adapters_and_noise():
     engine.sync()
     after = draw()
     assert not torch.equal(first.completions, after.completions)
-    assert _gap(policy, after).mean() < 0.02
+    assert gap(policy, after).mean < 0.02
 
 
 def test_tile_order_is_the_only_copy_and_stands_for_the_same_bytes():
