@@ -378,6 +378,17 @@ def test_modelopts_own_file_alone_is_enough_and_its_wildcards_count(
         load(folder, NVFP4())
 
 
+def test_codes_that_are_stored_as_numbers_of_another_dtype_are_the_same_bytes(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """bnb_4bit_quant_storage, which FSDP wants to be that of the other weights."""
+    codes = load_file(folders["bnb"] / "model.safetensors")[f"{Q}.weight"]
+    changes = {f"{Q}.weight": codes.flatten().view(torch.bfloat16)[:, None]}
+    folder = edited(folders["bnb"], tmp_path / "model", changes, bnb_4bit_quant_storage="bfloat16")
+    format = KINDS["bnb"]
+    assert load(folder, format).base_hash() == load(folders["bnb"], format).base_hash()
+
+
 def test_a_packed_head_is_held_dense(folders: dict[str, Path], tmp_path: Path) -> None:
     head = load_file(folders["ct-mxfp4"] / "model.safetensors")["lm_head.weight"]
     packed = MXFP4().quantize(head)
