@@ -135,8 +135,8 @@ class VllmLoadBench:
     """Of the GPU, for vLLM."""
 
     mean_bound_nats: float = 0.05
-    """Mean |difference| of log-probabilities up to which a row counts as agreeing: vLLM's logits are
-    bf16, which between 16 and 32 has steps of 0.125."""
+    """Mean |difference| of log-probabilities up to which a row counts as agreeing. vLLM's logits
+    are bf16, whose steps are 0.125 between 16 and 32."""
 
     max_bound_nats: float = 0.5
     """Largest |difference| up to which a row counts as agreeing."""
