@@ -183,8 +183,11 @@ def test_two_processes_do_not_write_one_folder(job: Jobs, tmp_path: Path) -> Non
 
 def test_a_folder_of_somebody_else_is_not_overwritten(job: Jobs, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=r"out exists and is no conversion; choose another out="):
-        convert(job())
+    for content in (None, "{}"):
+        if content is not None:
+            (tmp_path / "out" / "checksums.json").write_text(content)
+        with pytest.raises(ValueError, match=r"out exists and is no conversion; choose another"):
+            convert(job())
 
 
 def test_a_full_disk_is_one_line_and_the_work_goes_on_afterwards(
