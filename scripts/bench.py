@@ -12,6 +12,7 @@ python scripts/bench.py bench=vllm_load                               with the v
 
 import json
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from tabulate import tabulate
 
 from qerl.record import provenance
-from qerl.record.schema import Commit, Record
+from qerl.record.schema import Commit, Record, Status
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,14 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit("bench: no CUDA device; these numbers exist on a GPU only")
     torch.manual_seed(cfg.seed)
     started, rows = provenance.now(), list[dict[str, Any]]()
-    instantiate(cfg.bench).run(rows)
+    status: Status = "completed"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        instantiate(cfg.bench).run(rows)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        status = "interrupted"  # what is measured stays
     choices = HydraConfig.get().runtime.choices
     place = device
     if device == "cuda":
@@ -72,7 +80,7 @@ def main(cfg: DictConfig) -> None:
     record = Record(
         kind="bench",
         name=f"{place}/{choices['bench']}",
-        status="completed",
+        status=status,
         seed=cfg.seed,
         config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
         overrides=tuple(HydraConfig.get().overrides.task),

@@ -184,8 +184,8 @@ def _loss(
     """Sums of squares of the update and of its rounding, and how many weights do not move."""
     rounding = merged - weight - update
     return {
-        "update_squared": float(update.double().square().sum()),
-        "rounding_squared": float(rounding.double().square().sum()),
+        "update_squared": float(update.square().sum(dtype=torch.float64)),
+        "rounding_squared": float(rounding.square().sum(dtype=torch.float64)),
         "unmoved": int((merged == weight.bfloat16().float()).sum()),
         "weights": weight.numel(),
     }

@@ -66,9 +66,9 @@ class Workplace:
         if not self.out.exists():
             return False
         listed = self.out / CHECKSUMS
-        if not listed.is_file():
+        made = json.loads(listed.read_text()).get("settings") if listed.is_file() else None
+        if made is None:
             raise ValueError(f"out={self.out} exists and is no conversion; choose another out=")
-        made = json.loads(listed.read_text())["settings"]
         if made != self.settings:
             raise ValueError(
                 f"out={self.out} exists and was made with other settings "
@@ -96,7 +96,10 @@ class Workplace:
         else:
             write_whole(path, json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
         self.folder.mkdir(exist_ok=True)
-        entries = [entry for entry in self._read() if self._is_whole(entry)]
+        journal = self._read()
+        if journal:
+            log.info("%s: checking %d finished shards", self.place, len(journal))
+        entries = [entry for entry in journal if self._is_whole(entry)]
         kept = {entry["file"] for entry in entries}
         for path in self.folder.iterdir():
             if path.name not in kept:

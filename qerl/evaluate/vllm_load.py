@@ -115,7 +115,7 @@ class PaddedSource:
 class VllmLoadBench:
     """One row a model and format: how far vLLM's log-probabilities are from ours."""
 
-    models: Sequence[str] = ("smollm2-135m", "smollm2-135m-width-640", "random-7b-2-layers")
+    models: Sequence[str] = ("smollm2-135m", "smollm2-135m-width-1152", "random-7b-2-layers")
 
     formats: Sequence[str] = ("nvfp4",)
 
@@ -133,12 +133,16 @@ class VllmLoadBench:
     memory_share: float = 0.3
     """Of the GPU, for vLLM."""
 
+    mean_bound_nats: float = 0.05
+    """Mean |difference| from our forward in fp32 up to which vLLM agrees, whatever our own bf16
+    forward does. vLLM's logits are bf16, whose steps are 0.125 between 16 and 32."""
+
     times: float = 2.0
-    """A row agrees where vLLM is, on average, at most so many times as far from our forward in
-    fp32 as our own forward in bf16 is."""
+    """vLLM agrees, too, where it is on average at most so many times as far from our forward in
+    fp32 as our own forward in bf16 is: random models have no small differences."""
 
     max_bound_nats: float = 0.5
-    """Largest |difference| of a log-probability up to which a row agrees."""
+    """Largest |difference| from our bf16 forward up to which it agrees."""
 
     device: str = "cuda"
 
@@ -206,14 +210,15 @@ class VllmLoadBench:
             "vllm_to_fp32_max_nats": round(other.max, 6),
             "mean_signed_nats": round(float((ours - wanted).mean()), 6),
             "mean_logprob_nats": round(float(wanted.mean()), 4),
-            "agrees": other.mean <= self.times * own.mean + 1e-4 and gap.max <= self.max_bound_nats,
+            "agrees": other.mean <= max(self.mean_bound_nats, self.times * own.mean)
+            and gap.max <= self.max_bound_nats,
         }
 
     def _source(self, model: str) -> Source:
         if model == "smollm2-135m":
             return SmolLM2Gguf()
-        if model == "smollm2-135m-width-640":
-            return PaddedSource(SmolLM2Gguf(), 640)
+        if model == "smollm2-135m-width-1152":
+            return PaddedSource(SmolLM2Gguf(), 1152)
         if model == "random-7b-2-layers":
             spec = geometry_spec("7b", layers=2)
             return RandomSource(

@@ -257,13 +257,13 @@ def read_config(config: Mapping[str, Any]) -> CompressedTensors:
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise ValueError(f"{METHOD} with quantization_status={status}: only compressed is read")
-    for extra in ("transform_config", "sparsity_config"):
-        if any((config.get(extra) or {}).values()):
-            raise ValueError(
-                f"{METHOD} with {extra}={config[extra]}: not implemented; take a checkpoint "
-                "without it"
-            )
-    groups = [group for group in (config.get("config_groups") or {}).values() if group["weights"]]
+    rotations = (config.get("transform_config") or {}).get("config_groups")
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if rotations or sparsity != "dense":
+        what = f"sparsity {sparsity}" if sparsity != "dense" else "transform_config"
+        raise ValueError(f"{METHOD} with {what}: not implemented; take a checkpoint without it")
+    groups = (config.get("config_groups") or {}).values()
+    groups = [group for group in groups if group.get("weights")]
     formats = {_group_format(group, config): None for group in groups}
     if len(formats) != 1:
         found = ", ".join(format.name for format in formats) or "none"

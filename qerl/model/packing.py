@@ -113,20 +113,26 @@ def check_quant(
             f"quant.double_quant={str(ours.double_quant).lower()}: {holds} with absmax {has}; "
             f"set quant.double_quant={str(theirs.double_quant).lower()}"
         )
-    made = _method(folder)
-    if isinstance(ours, NVFP4 | MXFP4) and made not in (None, ours.method):
+    made = _made(folder)
+    method = made.get("method", {}).get("name")
+    if isinstance(ours, NVFP4 | MXFP4) and method not in (None, ours.method):
         raise ValueError(
-            f"quant.method={ours.method}: {holds}, packed by {made}; set quant.method={made}"
+            f"quant.method={ours.method}: {holds}, packed by {method}; set quant.method={method}"
+        )
+    power = made.get("format", {}).get("power_of_two_scale")
+    if isinstance(ours, NVFP4) and power not in (None, ours.power_of_two_scale):
+        raise ValueError(
+            f"quant.power_of_two_scale={str(ours.power_of_two_scale).lower()}: {holds}, packed "
+            f"with {str(power).lower()}; set quant.power_of_two_scale={str(power).lower()}"
         )
 
 
-def _method(folder: Path | None) -> str | None:
-    """How a folder of scripts/quantize.py was made; None for all others."""
+def _made(folder: Path | None) -> Mapping[str, Any]:
+    """The settings by which scripts/quantize.py made a folder; none for all others."""
     if folder is None or not (folder / CHECKSUMS).is_file():
-        return None
-    listed = json.loads((folder / CHECKSUMS).read_text())
-    method = listed.get("settings", {}).get("method", {})  # others may have such a file too
-    return str(method["name"]) if "name" in method else None
+        return {}
+    settings: Mapping[str, Any] = json.loads((folder / CHECKSUMS).read_text()).get("settings", {})
+    return settings  # others may have such a file too
 
 
 def linear_format(module: str, packing: Packing | None, format: Format) -> Format:

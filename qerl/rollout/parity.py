@@ -88,10 +88,10 @@ class SamplerIsNotPolicyError(RuntimeError):
     ) -> "SamplerIsNotPolicyError":
         """The error for a mean difference of `nats`; `what` was done to the policy before."""
         return cls(
-            f"rollout step {rollout_step}{what}: log-probabilities of the {engine} engine and of the "
-            f"trainer differ by {nats:.4g} nats on average, the bound is {bound}; completions do not "
-            "come from the policy that learns (adapters not applied, other weights), or raise "
-            "trainer.max_mismatch_nats"
+            f"rollout step {rollout_step}{what}: log-probabilities of the {engine} engine and of "
+            f"the trainer differ by {nats:.4g} nats on average, the bound is {bound}; completions "
+            "do not come from the policy that learns (adapters not applied, other weights), or "
+            "raise trainer.max_mismatch_nats"
         )
 
 

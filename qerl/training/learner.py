@@ -90,7 +90,7 @@ class LoopSettings:
     max_mismatch_nats: float
     """Bound on the mean |log mu - log pi| of a step without noise; the run stops beyond it."""
     probe: ParityProbe | None = None
-    """Before the first step, and in steps whose own tokens carry noise; None does not look."""
+    """Before the first step, and where its own tokens carry noise; None does not look."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Settings that make the run what it is, flat; a resumed run must agree on them."""
 
@@ -213,9 +213,9 @@ class PolicyLearner(LightningModule):
         )
         self.cursor += algorithm.prompts_per_step
         parts.engine.sync()
-        hidden = parts.noise.scope == "sampler" and parts.noise.sigma(step) > 0
-        if self.settings.probe is not None and hidden and draw == 0:
-            self.settings.probe.check(self.policy, parts.engine, prompts, rollout_step=step)
+        probe, hidden = self.settings.probe, parts.noise.scope == "sampler" and draw == 0
+        if probe is not None and hidden and parts.noise.sigma(step) > 0:
+            probe.check(self.policy, parts.engine, prompts, rollout_step=step)
         with parts.noise.sampling(parts.engine.norms, step) as report:
             rollouts = parts.engine.generate(
                 prompts,
@@ -294,11 +294,9 @@ class PolicyLearner(LightningModule):
         """Stop before learning from samples of something that is not the policy."""
         noisy_sampler = rollouts.sigma > 0 and self.parts.noise.scope == "sampler"
         gap = diagnostics.metrics().get("train/mismatch_mean_abs", 0.0)
-        if noisy_sampler or gap <= self.settings.max_mismatch_nats:
-            return
-        raise SamplerIsNotPolicyError.of(
-            self.parts.engine.name, gap, self.settings.max_mismatch_nats, self.rollout_step
-        )
+        bound, engine = self.settings.max_mismatch_nats, self.parts.engine.name
+        if not noisy_sampler and gap > bound:
+            raise SamplerIsNotPolicyError.of(engine, gap, bound, self.rollout_step)
 
     def _apply_gradient(self, rate: float) -> float:
         """One optimizer step at `rate`; the gradient's norm before clipping.

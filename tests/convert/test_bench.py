@@ -1,10 +1,14 @@
 """A conversion is measured in a process of its own, and leaves nothing behind."""
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra.utils import instantiate
 
 from qerl.convert import bench as bench_file
 from qerl.convert.bench import ConvertBench
@@ -29,6 +33,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_file, "geometry_spec", lambda name, layers: Toy().spec)
     context = SimpleNamespace(Pool=lambda count: Here())
     monkeypatch.setattr(bench_file.multiprocessing, "get_context", lambda kind: context)
+
+
+@pytest.mark.parametrize("option", ["convert", "vllm_load"])
+def test_the_options_build(composed: Callable[..., Any], option: str) -> None:
+    bench = instantiate(composed(f"bench={option}", config="bench").bench)
+    stated, defaults = (json.dumps(asdict(each)) for each in (bench, type(bench)()))
+    assert stated == defaults
 
 
 def test_a_row_a_conversion_and_no_folder_left(tmp_path: Path) -> None:

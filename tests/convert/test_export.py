@@ -153,7 +153,8 @@ def test_what_rounding_takes_from_the_update_is_measured(
     for scale in (1e-6, 1.0):
         folder, _ = run("{_target_: qerl.quant.nvfp4.NVFP4}", NVFP4(), scale)
         told(run=folder, what="merged", out=tmp_path / f"merged{scale}")
-        rows = json.loads((tmp_path / f"merged{scale}" / "quantization_report.json").read_text())
+        report = json.loads((tmp_path / f"merged{scale}" / "quantization_report.json").read_text())
+        rows = report["rows"]
         assert len(rows) == 3 * len(TARGETS)
         shares[scale] = room.lost(rows)
     assert shares[1e-6][0] > 10  # noise: the update is far below a step of bf16

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from qerl.convert.convert import convert
 from qerl.convert.method import GROUPS
+from qerl.convert.methods import METHODS
 from qerl.model.attention import ForestAttend
 from qerl.model.linear import frozen
 from qerl.model.load import load_policy
@@ -176,3 +177,21 @@ def test_the_report_has_a_line_a_linear(job: Jobs) -> None:
     worst = min(row["sqnr_db"] for row in done.rows)
     assert report["summary"]["sqnr_worst_db"] == pytest.approx(worst)
     assert convert(job()).rows == done.rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize("format", [NVFP4(), MXFP4()], ids=["nvfp4", "mxfp4"])
+def test_a_gpu_writes_the_bytes_that_a_cpu_writes(
+    tmp_path: Path, job: Jobs, digest: Callable[[Path], dict[str, str]], format: Any, method: str
+) -> None:
+    digests = []
+    for device in ("cpu", "cuda"):
+        out = tmp_path / device
+        settings = {"format": format, "method": METHODS[method], "device": torch.device(device)}
+        digests.append(digest(convert(job(out=out, **settings)).folder))
+    # The report holds sums whose order is the device's.
+    for each in digests:
+        for name in ("quantization_report.json", "checksums.json"):
+            del each[name]
+    assert digests[0] == digests[1]

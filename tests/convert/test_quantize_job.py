@@ -63,6 +63,25 @@ def test_the_folder_holds_the_bytes_that_loading_makes(conversion: Compose) -> N
     assert loaded.base_hash() == load_policy(Toy(), NVFP4(), None).base_hash()
 
 
+def test_training_starts_from_the_folder(conversion: Compose, composed: Compose) -> None:
+    quantize(conversion())
+    outcome = build.train(
+        composed(
+            "model=folder",
+            "model.source.path=out/quantized/toy-nvfp4-rtn",
+            "data=toy",
+            "trainer=cpu",
+            "logger=none",
+            "record_dir=null",
+            "trainer.max_steps=1",
+            "trainer.evaluation.problems=0",
+            "algorithm.prompts_per_step=2",
+            "algorithm.group_size=2",
+        )
+    )
+    assert "completed" in outcome.text
+
+
 def test_output_errors_of_a_data_free_method_are_measured_on_request(conversion: Compose) -> None:
     assert "output_error_mean 0." in quantize(conversion("output_error=true"))
 

@@ -96,12 +96,12 @@ def test_equal_kernels_agree_to_rounding(
 def test_a_difference_beyond_the_bound_is_seen(
     bench: VllmLoadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_load, "generate", lambda *a: greedily(*a, shift=0.05))
+    monkeypatch.setattr(vllm_load, "generate", lambda *a: greedily(*a, shift=0.1))
     rows: list[dict[str, Any]] = []
     bench.run(rows)
     assert not rows[0]["agrees"]
-    assert rows[0]["mean_abs_nats"] == pytest.approx(0.05, abs=1e-4)
-    assert rows[0]["mean_signed_nats"] == pytest.approx(-0.05, abs=1e-4)
+    assert rows[0]["mean_abs_nats"] == pytest.approx(0.1, abs=1e-4)
+    assert rows[0]["mean_signed_nats"] == pytest.approx(-0.1, abs=1e-4)
 
 
 def test_a_model_that_vllm_refuses_says_why(

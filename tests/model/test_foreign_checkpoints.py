@@ -332,6 +332,7 @@ def test_another_format_than_the_checkpoints_is_refused_with_the_override_that_w
         ("ct-nvfp4", {"format": "float-quantized", "config_groups": {}}, "weights in none"),
         ("ct-nvfp4", {"quantization_status": "frozen"}, "quantization_status=frozen"),
         ("ct-nvfp4", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        ("ct-nvfp4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ("ct-nvfp4", {"quant_method": "awq"}, "quant_method=awq"),
         ("bnb", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type=fp4"),
         ("bnb", {"load_in_4bit": False, "_load_in_4bit": False}, "without load_in_4bit"),
@@ -344,6 +345,20 @@ def test_configs_that_are_not_read_are_refused(
     folder = edited(folders[kind], tmp_path / "model", {}, **config)
     with pytest.raises(ValueError, match=words):
         load(folder, KINDS[kind])
+
+
+def test_configs_of_older_releases_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    raw = json.loads((folders["ct-nvfp4"] / "config.json").read_text())["quantization_config"]
+    (group,) = raw["config_groups"].values()
+    older = {key: value for key, value in group["weights"].items() if "dtype" not in key}
+    older |= {"actorder": None, "observer": "minmax", "observer_kwargs": {}}
+    changes = {
+        "config_groups": {"group_0": {"weights": older, "targets": ["Linear"]}},
+        "sparsity_config": {"format": "dense"},
+        "transform_config": None,
+    }
+    folder = edited(folders["ct-nvfp4"], tmp_path / "model", {}, **changes)
+    assert load(folder, NVFP4()).base_hash() == load(folders["ct-nvfp4"], NVFP4()).base_hash()
 
 
 def test_modelopts_own_file_alone_is_enough_and_its_wildcards_count(
@@ -361,6 +376,17 @@ def test_modelopts_own_file_alone_is_enough_and_its_wildcards_count(
     (folder / "hf_quant_config.json").write_text(json.dumps(own))
     with pytest.raises(ValueError, match="quant_algo=FP8"):
         load(folder, NVFP4())
+
+
+def test_codes_that_are_stored_as_numbers_of_another_dtype_are_the_same_bytes(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """bnb_4bit_quant_storage, which FSDP wants to be that of the other weights."""
+    codes = load_file(folders["bnb"] / "model.safetensors")[f"{Q}.weight"]
+    changes = {f"{Q}.weight": codes.flatten().view(torch.bfloat16)[:, None]}
+    folder = edited(folders["bnb"], tmp_path / "model", changes, bnb_4bit_quant_storage="bfloat16")
+    format = KINDS["bnb"]
+    assert load(folder, format).base_hash() == load(folders["bnb"], format).base_hash()
 
 
 def test_a_packed_head_is_held_dense(folders: dict[str, Path], tmp_path: Path) -> None:

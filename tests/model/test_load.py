@@ -1,17 +1,21 @@
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config
 
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import full_spec, load_policy, load_tokenizer
 from qerl.model.source import DictWeights, Toy
 from qerl.quant.bf16 import BF16
+from qerl.quant.nf4 import NF4
 from qerl.quant.nvfp4 import NVFP4
+
+UP = "model.layers.1.mlp.up_proj"
 
 
 class Edited(Toy):
@@ -68,6 +72,11 @@ def test_the_same_seed_gives_the_same_policy_and_another_does_not() -> None:
         ({"model.layers.0.self_attn.q_proj.bias": None}, r"no tensor .*q_proj.bias"),
         ({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}, "1 tensors have no place"),
         ({"model.norm.weight": torch.ones(64)}, r"model.norm.weight is \[64\], .* \[128\]"),
+        (
+            {f"{UP}.weight": torch.zeros(256, 128, dtype=torch.int8)},
+            f"memory: {UP}.weight is torch",
+        ),
+        ({f"{UP}.weight": torch.full((256, 128), torch.nan)}, f"memory: {UP}.weight: .* NaN"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
@@ -75,6 +84,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         load_policy(Edited(changes), NVFP4(), None)
+
+
+def test_a_width_that_does_not_divide_into_blocks_is_refused_by_name(
+    hf_model: Callable[..., Any], source_of: Callable[..., Any]
+) -> None:
+    source = source_of(hf_model(Qwen2Config, hidden_size=48))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: K=48: nf4 needs"):
+        load_policy(source, NF4(), None)
 
 
 def test_copies_that_exports_add_are_allowed() -> None:

