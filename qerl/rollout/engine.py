@@ -71,6 +71,11 @@ class Engine(Protocol):
     """Of the last `generate`; None before the first."""
 
     @property
+    def copies(self) -> bool:
+        """Whether it samples from copies of adapters or weights, which can fall out of step."""
+        ...
+
+    @property
     def norms(self) -> Sequence[RMSNorm]:
         """The norms whose weights carry the noise while sampling: 2L of them."""
         ...

@@ -60,6 +60,11 @@ class HfEngine:
         _share_norms(self._model, policy)
 
     @property
+    def copies(self) -> bool:
+        """Adapters and dequantised weights."""
+        return True
+
+    @property
     def norms(self) -> Sequence[RMSNorm]:
         """The policy's own norms, which stand in the transformers model."""
         return self._policy.noisy_norms

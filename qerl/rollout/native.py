@@ -86,6 +86,11 @@ class NativeEngine:
         self.stats: RolloutStats | None = None
 
     @property
+    def copies(self) -> bool:
+        """With decode graphs, the adapters: bf16 and stacked. Otherwise nothing."""
+        return self._graphs is not None
+
+    @property
     def norms(self) -> Sequence[RMSNorm]:
         """The policy's own norms, which this engine reads."""
         return self._policy.noisy_norms

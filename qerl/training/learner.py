@@ -9,14 +9,14 @@ optimisation), because a batch of prompts is not one backward pass.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from qerl.algorithm.algorithm import Algorithm
 from qerl.algorithm.diagnostics import Diagnostics
@@ -30,6 +30,7 @@ from qerl.rollout.parity import ParityProbe, SamplerIsNotPolicyError
 from qerl.training import distributed
 from qerl.training.checkpoint import check_same_run
 from qerl.training.schedule import LearningRate
+from qerl.training.steps import RemainingSteps
 from qerl.types import Experience, Rollouts, Scored
 
 log = logging.getLogger(__name__)
@@ -213,8 +214,8 @@ class PolicyLearner(LightningModule):
         )
         self.cursor += algorithm.prompts_per_step
         parts.engine.sync()
-        probe, hidden = self.settings.probe, parts.noise.scope == "sampler" and draw == 0
-        if probe is not None and hidden and parts.noise.sigma(step) > 0:
+        hidden = parts.noise.scope == "sampler" and parts.noise.sigma(step) > 0
+        if (probe := self._probe()) is not None and hidden and draw == 0:
             probe.check(self.policy, parts.engine, prompts, rollout_step=step)
         with parts.noise.sampling(parts.engine.norms, step) as report:
             rollouts = parts.engine.generate(
@@ -230,6 +231,10 @@ class PolicyLearner(LightningModule):
         self.phase("scoring", 0, len(rollouts.lengths))
         scored = parts.reward(rollouts, parts.decode)
         return rollouts, scored, self._draw_metrics(report, time.perf_counter() - started)
+
+    def _probe(self) -> ParityProbe | None:
+        """The check of an engine that can fall out of step with the policy."""
+        return self.settings.probe if self.parts.engine.copies else None
 
     def _draw_metrics(self, report: NoiseReport, reward_s: float) -> dict[str, float]:
         stats = self.parts.engine.stats
@@ -347,11 +352,11 @@ class PolicyLearner(LightningModule):
         return self.parts.optimizer(parameters, lr=self.parts.learning_rate.at(0))
 
     def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(_RemainingSteps(self), batch_size=None)
+        return DataLoader(RemainingSteps(self), batch_size=None)
 
     def on_train_start(self) -> None:
         """See that the sampler follows every kind of adapter before it is learned from."""
-        probe, engine = self.settings.probe, self.parts.engine
+        probe, engine = self._probe(), self.parts.engine
         if probe is not None and not self.is_finished:
             self.phase("checking the sampler", 0, 1)
             few = self.parts.prompts.batch(0, probe.prompts)
@@ -387,13 +392,3 @@ class PolicyLearner(LightningModule):
         self.updates_done = saved["optimizer_step"]
         self.cursor = saved["cursor"]
         torch.set_rng_state(saved["torch_rng"])
-
-
-class _RemainingSteps(IterableDataset[int]):
-    """The rollout steps still to do: Lightning's loop counts, the learner draws its own prompts."""
-
-    def __init__(self, learner: PolicyLearner) -> None:
-        self._learner = learner
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self._learner.rollout_step, self._learner.settings.max_steps)

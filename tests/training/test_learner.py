@@ -189,3 +189,15 @@ def test_what_a_checkpoint_holds_is_the_adapters_and_not_the_base(composed: Comp
     assert state
     assert all(name.endswith((".lora_a", ".lora_b")) for name in state)
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_a_sampler_that_does_not_follow_stops_the_run_before_the_first_step(
+    composed: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, _ = build.assemble(composed(*SMALL, "rollout=hf"))
+    engine = learner.parts.engine
+    monkeypatch.setattr(type(engine), "sync", lambda self: None)
+    with pytest.raises(SamplerIsNotPolicyError, match=r"rollout step 0, \w+ adapters disturbed"):
+        _bare_trainer().fit(learner)
+    learner.parts.reward.close()
+    assert learner.rollout_step == 0
