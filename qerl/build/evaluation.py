@@ -305,7 +305,10 @@ def _record(cfg: DictConfig, plan: _Plan, started: str, rows: Mapping[str, list[
 def _report(cfg: DictConfig, plan: _Plan, record: Record) -> Report:
     own = plan.folder / "record.json"
     path = record.write(Path(cfg.record_dir)) if cfg.record_dir else own
-    records = alike(Path(cfg.record_dir or "out/evals"), record)
+    kept = (
+        (Path(cfg.record_dir), "*.json") if cfg.record_dir else (Path("out/evals"), "record.json")
+    )
+    records = alike(kept[0], record, kept[1])
     page, figure = write_report(records, Path("out/evals/tables"), plan.benchmark)
     places = {
         "record": path,

@@ -17,7 +17,7 @@ _TITLE = {"greedy": "greedy pass@1", "sampled": "mean@{k}"}
 _DASH = "–"
 
 
-def alike(folder: Path, record: Record) -> list[Record]:
+def alike(folder: Path, record: Record, names: str = "*.json") -> list[Record]:
     """Completed evaluations under `folder` on the problems of `record`, the newest of each.
 
     Two records of one policy, seed and way of drawing are one evaluation that was done twice, for
@@ -25,7 +25,7 @@ def alike(folder: Path, record: Record) -> list[Record]:
     """
     newest: dict[str, Record] = {}
     wanted = {"config.evaluation.problem_set": problem_set(record), "status": "completed"}
-    found = find(folder, wanted, kind="eval")
+    found = find(folder, wanted, kind="eval", names=names)
     for other in sorted([*found, record], key=lambda r: r.ended):
         newest[_identity(other)] = other
     return sorted(newest.values(), key=lambda r: r.name)

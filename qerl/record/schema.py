@@ -184,7 +184,10 @@ def from_document(document: Json, path: Path | None = None) -> Record:
 
 
 def find(
-    folder: Path, where: Mapping[str, Json] | None = None, kind: Kind | None = None
+    folder: Path,
+    where: Mapping[str, Json] | None = None,
+    kind: Kind | None = None,
+    names: str = "*.json",
 ) -> list[Record]:
     """Records under `folder` whose fields have the values of `where`, in order of their paths.
 
@@ -193,8 +196,9 @@ def find(
         where: dotted field to value, for example ``{"config.quant.name": "nvfp4"}``; a list of
             values accepts each of them.
         kind: only records of this kind.
+        names: pattern of the files; folders of runs hold other JSON beside ``record.json``.
     """
-    found = (load(path) for path in sorted(folder.rglob("*.json")) if path.is_file())
+    found = (load(path) for path in sorted(folder.rglob(names)) if path.is_file())
     return [r for r in found if (kind is None or r.kind == kind) and matches(r, where or {})]
 
 

@@ -85,6 +85,14 @@ def test_the_record_is_found_by_model_quant_adapter_and_benchmark(toy: Compose) 
     assert len(report.record.rows) == 4
 
 
+def test_without_a_place_for_records_each_stays_in_its_folder(toy: Compose) -> None:
+    evaluate(toy("record_dir=null"))
+    text = evaluate(toy("record_dir=null", "quant=nvfp4")).text
+    assert "/record.json" in text
+    assert "| bf16" in text, "the one before stands in the table"
+    assert "| nvfp4" in text
+
+
 def test_figures_do_not_depend_on_chunks(toy: Compose) -> None:
     results = [
         figures(toy(f"evaluate.chunk={chunk}", f"evaluate.folder=out/evals/x/{chunk}"))
