@@ -5,6 +5,7 @@ python scripts/bench.py bench=kernels bench.peers=[cublas,humming] bench.geometr
 python scripts/bench.py bench=layers
 python scripts/bench.py bench=rollout bench.geometries=[7b,32b]
 python scripts/bench.py bench=agreement
+python scripts/bench.py bench=qlora
 python scripts/bench.py bench=quantisers                              on a CPU
 python scripts/bench.py bench=convert                                 on a CPU, 21 GB of disk
 python scripts/bench.py bench=vllm_load                               with the vllm extra
@@ -34,6 +35,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
     "layer": (("geometry", "batch", "rank"), ("layer_us",)),
     "rollout": (("geometry", "format", "batch"), ("tok_per_s",)),
     "agreement": (("format",), ("greedy_equal", "forks", "policy_mean_nats", "policy_max_nats")),
+    "qlora": (("geometry", "batch"), ("qlora_tok_per_s", "qerl_tok_per_s", "ratio")),
     "quantiser": (("variant",), None),
     "convert": (("geometry", "format", "method"), ("peak_rss_gib", "seconds", "cpu_s")),
     "vllm": (("model", "format"), ("mean_abs_nats", "max_abs_nats")),

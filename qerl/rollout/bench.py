@@ -31,13 +31,17 @@ _FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "bf16": BF16()}
 
 
 def random_policy(
-    spec: ModelSpec, format: Format, rank: int, dtype: torch.dtype = torch.bfloat16
+    spec: ModelSpec,
+    format: Format,
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
 ) -> Policy:
-    """A policy on the GPU with random weights and adapters that act; the same each time."""
+    """A policy with random weights and adapters that act; the same each time."""
     lora = LoRAConfig(rank=rank, alpha=2 * rank) if rank else None
-    source = RandomSource(spec, "cuda")
-    policy = load_policy(source, format, lora, device="cuda", dtype=dtype)
-    generator = torch.Generator("cuda").manual_seed(1)
+    source = RandomSource(spec, device)
+    policy = load_policy(source, format, lora, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for adapter in policy.adapters().values():
             adapter.lora_b.normal_(std=0.01, generator=generator)
