@@ -13,6 +13,7 @@ python scripts/bench.py bench=vllm_load                               with the v
 
 import json
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     return summary
 
 
+def settings(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved configuration; the folder of data sets by its variable, not by its place."""
+    text = json.dumps(OmegaConf.to_container(cfg, resolve=True))
+    folder = os.environ.get("QERL_DATA_DIR")
+    plain = text.replace(json.dumps(folder), json.dumps("$QERL_DATA_DIR")) if folder else text
+    found: dict[str, Any] = json.loads(plain)
+    return found
+
+
 @hydra.main(version_base=None, config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Run the chosen bench and write its record."""
@@ -84,7 +94,7 @@ def main(cfg: DictConfig) -> None:
         name=f"{place}/{choices['bench']}",
         status=status,
         seed=cfg.seed,
-        config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
+        config=settings(cfg),
         overrides=tuple(HydraConfig.get().overrides.task),
         command=provenance.command_line(),
         commit=Commit(sha=cfg.commit, dirty=True) if cfg.commit else provenance.commit(),
