@@ -9,31 +9,19 @@ A stopped evaluation goes on when the same line is given again; two records are 
 `python scripts/compare.py`.
 """
 
-import os
 import sys
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qerl.build import EXPECTED_ERRORS, one_line
+from qerl.build.command import run_job
 from qerl.build.evaluation import evaluate
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> float | None:
     """Run one evaluation; the value is its greedy pass@1, or mean@k without one."""
-    try:
-        report = evaluate(cfg)
-    except EXPECTED_ERRORS as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        overrides = " ".join(HydraConfig.get().overrides.task)
-        print(f"\nstopped; to go on: python scripts/evaluate.py {overrides}", file=sys.stderr)
-        sys.exit(130)
+    report = run_job("scripts/evaluate.py", evaluate, cfg)
     print(f"\n{report.text}")
     summary = report.record.summary
     return summary.get("greedy/pass_at_1", summary.get("sampled/mean_at_k"))
