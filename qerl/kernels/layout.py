@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from qerl.quant.packed import PackedWeight
@@ -260,7 +260,7 @@ def from_packed(packed: PackedWeight) -> TiledWeight:
         scales = from_e4m3(packed.tensors["block_scale"].view(torch.uint8))
         return tile(codes, scales, packed.tensors["tensor_scale"])
     if name == "mxfp4":
-        live = ((codes & 0x77) != 0).unflatten(1, (-1, 16)).any(-1)  # [N, K/32]
+        live = _live(codes)  # [N, K/32]
         exponents = torch.where(live, packed.tensors["block_scale"].int(), 0)
         top = exponents.max()
         relative = torch.where(live, exponents - top + E5M3_LARGEST_EXPONENT, 0)
@@ -270,6 +270,38 @@ def from_packed(packed: PackedWeight) -> TiledWeight:
         shift = top.float() - 127 - E5M3_LARGEST_EXPONENT + _E5M3_BIAS
         return tile(codes, scales, torch.exp2(shift))
     raise ValueError(f"format {name}: tiles hold nvfp4 and mxfp4; others dequantise as they are")
+
+
+def _live(codes: UInt8[Tensor, "N half"]) -> Bool[Tensor, "N blocks"]:
+    """Whether a block of 32 holds anything but zeros."""
+    return ((codes & 0x77) != 0).unflatten(1, (-1, 16)).any(-1)
+
+
+def returns_whole(packed: PackedWeight) -> bool:
+    """Whether every byte of an E2M1 weight can be had back from tile order.
+
+    NVFP4 where no code stands under a scale of 0. MXFP4 where no block is all zeros, whose scale
+    tiles do not keep, and where scales span no more than E5M3's binades.
+    """
+    codes, name = packed.tensors.get("codes"), packed.format.name
+    if codes is None or name not in ("nvfp4", "mxfp4"):
+        return False
+    if name == "nvfp4":
+        dead = packed.tensors["block_scale"].view(torch.uint8) == 0  # [N, K/16]
+        return not bool((dead & (codes != 0).unflatten(1, (-1, BLOCK // 2)).any(-1)).any())
+    scales = packed.tensors["block_scale"].int()
+    narrow = int(scales.max() - scales.min()) < E5M3_LARGEST_EXPONENT
+    return narrow and bool(_live(codes).all())
+
+
+def to_e8m0(
+    scales: UInt8[Tensor, "N blocks"], tensor_scale: Float[Tensor, " T"]
+) -> UInt8[Tensor, "N halves"]:
+    """E8M0 bytes [N, K/32] from the E5M3 bytes [N, K/16] and row tiles that MXFP4 became."""
+    exponents = (scales[:, ::2] >> 3).int()
+    shift = torch.log2(tensor_scale).round().int().repeat_interleave(ROWS)  # [N padded]
+    base = 127 - _E5M3_BIAS + shift[: len(scales), None]
+    return (exponents + base).to(torch.uint8)
 
 
 def from_e4m3(scales: UInt8[Tensor, "N blocks"]) -> UInt8[Tensor, "N blocks"]:

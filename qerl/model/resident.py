@@ -2,8 +2,8 @@
 
 Decode multiplies q, k, v at once, and gate, up at once. Their rows lie in one allocation, of which
 each linear holds its part as a view: training and decode read the same bytes, and a stacked matrix
-costs no memory. On Hopper, NVFP4 is held in the order that the decode kernels read (`TiledWeight`),
-instead of the checkpoint's, never beside it.
+costs no memory. On Hopper, NVFP4 and MXFP4 are held in the order that the decode kernels read
+(`TiledWeight`), instead of the checkpoint's, never beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.launch import is_hopper
-from qerl.kernels.layout import COLS, ROWS, TiledWeight, from_packed, to_e4m3, untile
+from qerl.kernels.layout import (
+    COLS,
+    ROWS,
+    TiledWeight,
+    from_packed,
+    returns_whole,
+    to_e4m3,
+    to_e8m0,
+    untile,
+)
 from qerl.quant.packed import Format, PackedWeight, check_dtype
 
 
@@ -35,6 +44,8 @@ class TiledPacked:
     def tensors(self) -> Mapping[str, Tensor]:
         """Copies of the checkpoint's tensors, made on each use: for hashes and exports."""
         codes, scales = untile(self.tiled)
+        if self.format.name == "mxfp4":
+            return {"codes": codes, "block_scale": to_e8m0(scales, self.tiled.tensor_scale)}
         return {
             "codes": codes,
             "block_scale": to_e4m3(scales).view(torch.float8_e4m3fn),
@@ -84,10 +95,10 @@ Packed = PackedWeight | TiledPacked
 def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
     """Weights that multiply one x, as they shall lie in memory.
 
-    On a CUDA device with bf16 compute, NVFP4 goes to tile order (Hopper; N % 32 == 0 and
-    K % 128 == 0, so that nothing is padded), bf16 stays as it is, and both lie side by side.
-    Everything else stays untouched, also linears of which a checkpoint leaves some dense. Each
-    keeps its own tensor scale.
+    On a CUDA device with bf16 compute, NVFP4 and MXFP4 go to tile order (Hopper; N % 32 == 0 and
+    K % 128 == 0, so that nothing is padded), where MXFP4 takes 4.5 bits a weight; bf16 stays as it
+    is; all lie side by side. Everything else stays untouched, also linears of which a checkpoint
+    leaves some dense. Each keeps its own tensor scale.
     """
     weights = [weight for weight in packed if isinstance(weight, PackedWeight)]
     if len(weights) < len(packed):
@@ -97,7 +108,7 @@ def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
         return list(weights)
     if any(weight.format.name != first.format.name for weight in weights):
         return list(weights)
-    if first.format.name == "nvfp4" and is_hopper(first.device) and _whole_tiles(weights):
+    if is_hopper(first.device) and _whole_tiles(weights) and all(map(returns_whole, weights)):
         return _tiled(weights)
     if first.format.name == "bf16" and len(weights) > 1:
         stacked = torch.cat([w.tensors["weight"] for w in weights])  # [sum N, K]

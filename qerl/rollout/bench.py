@@ -20,6 +20,7 @@ from qerl.model.policy import Policy
 from qerl.model.random_source import RandomSource, geometry_spec
 from qerl.model.spec import ModelSpec
 from qerl.quant.bf16 import BF16
+from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nvfp4 import NVFP4
 from qerl.quant.packed import Format
 from qerl.rollout.native import NativeEngine
@@ -27,7 +28,7 @@ from qerl.rollout.parity import Gap, policy_logprobs, sampler_logprobs
 from qerl.rollout.roofline import floor_tok_per_s
 from qerl.types import Prompts, Sampling
 
-_FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "bf16": BF16()}
+_FORMATS: dict[str, Format] = {"nvfp4": NVFP4(), "mxfp4": MXFP4(), "bf16": BF16()}
 
 
 def random_policy(
@@ -87,7 +88,7 @@ class RolloutBench:
 
     def run(self, rows: list[dict[str, Any]]) -> None:
         """Append one row a measurement to `rows`; raises where the captured steps are wrong."""
-        if "nvfp4" in self.formats:
+        if {"nvfp4", "mxfp4"} & set(self.formats):
             linears = [s for geometry in self.geometries for s in shapes(geometry).values()]
             plans = [plan_for("NVIDIA H200", s, b) for s in linears for b in self.batches]
             precompile(plans, self.rank)

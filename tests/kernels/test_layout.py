@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qerl.kernels import layout
+from qerl.quant.bf16 import BF16
 from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nf4 import NF4
 from qerl.quant.nvfp4 import NVFP4
@@ -148,3 +149,28 @@ def test_mma_order_puts_the_columns_of_a_lane_where_wgmma_reads_them() -> None:
 def test_natural_order_inverts_mma_order() -> None:
     x = torch.randn(3, 576)
     assert torch.equal(layout.natural_order(layout.mma_order(x)), x)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3e-5, 7e4])
+def test_tiles_give_back_mxfp4_bytes(factor: float) -> None:
+    packed = MXFP4().quantize(torch.randn(96, 256) * torch.rand(96, 1).exp2() * factor)
+    assert layout.returns_whole(packed)
+    tiled = layout.from_packed(packed)
+    codes, scales = layout.untile(tiled)
+    assert torch.equal(codes, packed.tensors["codes"])
+    found = layout.to_e8m0(scales, tiled.tensor_scale)
+    assert torch.equal(found, packed.tensors["block_scale"])
+
+
+def test_what_tiles_would_lose_is_told_before() -> None:
+    weight = torch.randn(32, 128)
+    assert layout.returns_whole(NVFP4().quantize(weight))
+    assert not layout.returns_whole(NF4().quantize(weight))
+    assert not layout.returns_whole(BF16().quantize(weight))
+    weight[3, 32:64] = 0
+    assert not layout.returns_whole(MXFP4().quantize(weight)), "the scale of a block of zeros"
+    weight[3, 32:64] = 2.0**-40
+    assert not layout.returns_whole(MXFP4().quantize(weight)), "scales 40 binades apart"
+    packed = NVFP4().quantize(torch.randn(32, 128))
+    packed.tensors["block_scale"].view(torch.uint8)[2, 1] = 0
+    assert not layout.returns_whole(packed), "codes under a scale of 0"

@@ -10,6 +10,7 @@ from qerl.model.resident import TiledPacked
 from qerl.model.source import Toy
 from qerl.noise.scope import noisy
 from qerl.quant.bf16 import BF16
+from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nvfp4 import NVFP4
 from qerl.rollout.native import NativeEngine
 from qerl.rollout.parity import gap
@@ -19,7 +20,7 @@ from qerl.types import Prompts, Sampling
 pytestmark = pytest.mark.gpu
 
 ENDS = range(2, 8)
-FORMATS = {"nvfp4": NVFP4(), "bf16": BF16()}
+FORMATS = {"nvfp4": NVFP4(), "mxfp4": MXFP4(), "bf16": BF16()}
 
 
 def _policy(format="nvfp4", family="qwen2", device="cuda", rank=32):
@@ -56,7 +57,7 @@ def _draw(policy, rows=64, graphs=True, group=7, tokens=40, **options):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "bf16"])
 @pytest.mark.parametrize("rows", [8, 64])
 def test_logprobs_are_the_trainers_as_rows_come_and_go(format, family, rows):
     policy = _policy(format, family)
@@ -105,8 +106,9 @@ def test_a_call_repeats_bit_for_bit_and_sees_adapters_and_noise():
     assert gap(policy, after).mean < 0.02
 
 
-def test_tile_order_is_the_only_copy_and_stands_for_the_same_bytes():
-    gpu, cpu = _policy(), _policy(device="cpu")
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_tile_order_is_the_only_copy_and_stands_for_the_same_bytes(format):
+    gpu, cpu = _policy(format), _policy(format, device="cpu")
     before = torch.cuda.memory_allocated()
     assert policy_stacks(gpu) is not None
     taken = torch.cuda.memory_allocated() - before
