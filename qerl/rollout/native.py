@@ -57,10 +57,10 @@ class NativeEngine:
             max_context: most tokens of prompt and completion; None takes the model's own limit.
             prefill_tokens: most prompt tokens in one pass, unless one prompt alone has more.
             eos_ids: ids that end a completion; None takes those of the model's config.
-            graphs: replay whole decode steps as CUDA graphs; the weights (nvfp4, mxfp4, bf16, or dense
-                copies of a policy that keeps them) are laid as the kernels read them. None: where
-                the device is a Hopper GPU and the format allows it. True on a CPU runs the same
-                steps uncaptured, over copies of the weights: for tests.
+            graphs: replay whole decode steps as CUDA graphs; the weights (nvfp4, mxfp4, bf16, or
+                dense copies of a policy that keeps them) are laid as the kernels read them. None:
+                where the device is a Hopper GPU and the format allows it. True on a CPU runs the
+                same steps uncaptured, over copies of the weights: for tests.
 
         Raises:
             ValueError: a size below 1, a context beyond the model's, or `graphs` where the
@@ -174,8 +174,8 @@ class NativeEngine:
         if found is None and wanted:
             raise ValueError(
                 f"graphs=true: page_size={size} and Dh={policy.spec.head_dim} must be powers of "
-                "two, pages of 16 or more, weights nvfp4, mxfp4 or bf16 (or trainer.compute.shadow=true), "
-                "compute in bf16; or graphs=null"
+                "two, pages of 16 or more, weights nvfp4, mxfp4 or bf16 (or "
+                "trainer.compute.shadow=true), compute in bf16; or graphs=null"
             )
         return found
 
