@@ -272,6 +272,7 @@ def edited(folder: Path, target: Path, changes: dict[str, Tensor | None], **conf
 Q = "model.layers.0.self_attn.q_proj"
 NAN, NEGATIVE = (torch.full((64, 4), v).to(torch.float8_e4m3fn) for v in (float("nan"), -1.0))
 NO_POWER = torch.full((64, 2), 255, dtype=torch.uint8)
+NO_JSON = torch.zeros(8, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,8 @@ NO_POWER = torch.full((64, 2), 255, dtype=torch.uint8)
         ("modelopt", {f"{Q}.pre_quant_scale": torch.ones(64)}, "pre_quant_scale"),
         ("bnb", {f"{Q}.weight.quant_map": torch.zeros(16)}, "quant_map"),
         ("bnb", {f"{Q}.weight": torch.zeros(64, 1, dtype=torch.uint8)}, "64 bytes"),
+        ("bnb", {f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(8)}, "quant_state"),
+        ("bnb", {f"{Q}.weight.quant_state.bitsandbytes__nf4": NO_JSON}, "quant_state"),
         ("bnb", {f"{Q}.weight.absmax": torch.full((64,), float("nan"))}, "absmax holds NaN"),
     ],
 )  # fmt: skip
