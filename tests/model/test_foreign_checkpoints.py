@@ -29,7 +29,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from qerl.model import toy
+from qerl.model import modelopt, toy
 from qerl.model.attention import ForestAttend
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
@@ -403,3 +403,12 @@ def test_a_packed_head_is_held_dense(folders: dict[str, Path], tmp_path: Path) -
     folder = edited(folders["ct-mxfp4"], tmp_path / "model", changes)
     policy = load(folder, MXFP4())
     assert torch.equal(policy.decoder.head, packed.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"quantization": null}'])
+def test_a_config_of_modelopt_that_cannot_be_read_is_refused_with_its_name(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: no quantization.*bring the file"):
+        modelopt.config_of(tmp_path)
