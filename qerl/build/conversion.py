@@ -33,6 +33,8 @@ def quantize(cfg: DictConfig) -> str:
         OSError: the disk is full; what is finished stays.
     """
     quiet_libraries()
+    if not cfg.out:
+        raise ValueError(f"out={cfg.out}: name the folder to write, for example out=/models/mine")
     with ConversionProgress(Path(cfg.out).name) as display:
         done = convert(job(cfg, display), display.stage)
     return _told(done)

@@ -41,12 +41,12 @@ from qerl.convert.report import document, linear_rows
 from qerl.convert.workplace import Workplace, sha256
 from qerl.model import compressed
 from qerl.model.load import full_spec
+from qerl.model.reader import check_finite
 from qerl.model.shards import raw
 from qerl.model.source import Weights
 from qerl.quant.packed import Format
 
 _SPARE_BYTES = 64 << 20  # config, tokenizer, report, journal
-_CHUNK = 1 << 24  # weights looked at together
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Json = Any
@@ -152,20 +152,20 @@ class _Conversion:
         dense = {name: self._read(part, name) for name in part.reads}
         if part.layer is None:
             for name, tensor in dense.items():
-                _check_finite(part, name, tensor)
+                check_finite(part.reads[name].place, name, tensor)
             return dense
         layer = LayerWeights(
             index=part.layer,
             tensors={n.removeprefix(part.prefix): t for n, t in dense.items()},
         )
         for name, tensor in layer.others().items():
-            _check_finite(part, part.prefix + name, tensor)
+            check_finite(part.reads[part.prefix + name].place, part.prefix + name, tensor)
         try:
             inputs = self._calibration.inputs(layer) if self._calibration else None
             quantized = self._job.method.quantize(layer, self._job.format, inputs)
         except ValueError:
             for name, tensor in dense.items():  # nothing but a weight knows its file
-                _check_finite(part, name, tensor)
+                check_finite(part.reads[name].place, name, tensor)
             raise
         if self._calibration is not None:
             self._calibration.advance(quantized)
@@ -228,19 +228,6 @@ def _check_disk(out: Path, plan: Plan, finished: Sequence[Mapping[str, Json]]) -
             f"out={out}: {needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free; make room, or "
             "choose out= on another disk"
         )
-
-
-def _check_finite(part: Part, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with NaN or Inf."""
-    for at, chunk in enumerate(tensor.flatten().split(_CHUNK)):
-        wrong = ~chunk.isfinite()
-        if wrong.any():
-            first = at * _CHUNK + int(wrong.nonzero()[0])
-            index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
-            raise ValueError(
-                f"{part.reads[name].place}: {name} is {float(chunk[wrong][0])} at {index}; bring "
-                "the file again, or another checkpoint"
-            )
 
 
 def _check_planned(part: Part, tensors: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,11 @@ class Workplace:
         Args:
             out: what the finished folder will be called.
             settings: JSON values; the same settings give the same bytes.
+
+        Raises:
+            ValueError: `out` has no name of its own, or one that is kept for unfinished work.
         """
+        _check_name(out)
         self.out = out
         self.place = out.with_name(out.name + UNFINISHED)
         self.folder = self.place / "model"
@@ -54,6 +58,8 @@ class Workplace:
         trace: TracebackType | None,
     ) -> None:
         if self._lock is not None:
+            if [path.name for path in self.place.glob("*")] == ["lock"]:  # refused before it began
+                shutil.rmtree(self.place)
             self._lock.close()
             self._lock = None
 
@@ -82,10 +88,10 @@ class Workplace:
         """The journal's lines of shards that are whole; everything else is cleared away.
 
         Raises:
-            ValueError: the work was begun with other settings.
+            ValueError: shards were finished with other settings.
         """
-        path = self.place / "settings.json"
-        if path.is_file():
+        path, journal = self.place / "settings.json", self._read()
+        if journal:
             begun = json.loads(path.read_text())
             if begun != self.settings:
                 raise ValueError(
@@ -96,7 +102,6 @@ class Workplace:
         else:
             write_whole(path, json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
         self.folder.mkdir(exist_ok=True)
-        journal = self._read()
         if journal:
             log.info("%s: checking %d finished shards", self.place, len(journal))
         entries = [entry for entry in journal if self._is_whole(entry)]
@@ -171,6 +176,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _check_name(out: Path) -> None:
+    """Raise unless a folder may be called `out` when it is whole."""
+    if out.name in ("", ".."):
+        raise ValueError(
+            f"out={out}: no name for a folder that does not exist; choose another out="
+        )
+    kept = [part for part in out.absolute().parts if part.endswith(UNFINISHED)]
+    if kept:
+        raise ValueError(
+            f"out={out}: names that end in {UNFINISHED}, as {kept[0]}, are kept for unfinished "
+            "work; choose another out="
+        )
 
 
 def _locked(place: Path) -> IO[bytes]:

@@ -59,7 +59,7 @@ class BitsAndBytes:
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> PackedWeight:
         """The weight of one linear."""
-        state = json.loads(bytes(tensors[_STATE].tolist()))
+        state = _read_state(tensors[_STATE])
         _check_state(state, shape, double_quant=self.format.double_quant)
         _check_table("quant_map", tensors["weight.quant_map"], torch.tensor(NF4_VALUES))
         rows, blocks = shape[0], shape[1] // BLOCK_SIZE
@@ -85,6 +85,20 @@ class BitsAndBytes:
     def spare(self, tensor: str) -> str | None:
         """Nothing: every tensor has its use."""
         return None
+
+
+def _read_state(stored: Tensor) -> Mapping[str, Any]:
+    """A linear's own record, which is JSON in bytes."""
+    try:
+        state = json.loads(bytes(stored.tolist())) if stored.dtype == torch.uint8 else None
+    except ValueError:  # neither JSON nor text
+        state = None
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"quant_state {list(stored.shape)} {stored.dtype}: no JSON object in uint8; "
+            "bring the file again"
+        )
+    return state
 
 
 def _check_state(state: Mapping[str, Any], shape: tuple[int, int], *, double_quant: bool) -> None:

@@ -12,7 +12,6 @@ The config is ``hf_quant_config.json``, in newer releases also the ``quantizatio
 ``config.json``. Source: nvidia-modelopt 0.47, ``export_hf_checkpoint``.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qerl.model.shards import json_object
 from qerl.quant.nvfp4 import BLOCK_SIZE, NVFP4
 from qerl.quant.packed import Format, PackedWeight
 
@@ -89,11 +89,18 @@ class ModelOpt:
 
 
 def config_of(folder: Path) -> dict[str, Any] | None:
-    """The ``quantization_config`` that a folder's own file gives; None where there is none."""
+    """The ``quantization_config`` that a folder's own file gives; None where there is none.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     path = folder / CONFIG_FILE
     if not path.is_file():
         return None
-    return {"quant_method": METHOD, **json.loads(path.read_text())["quantization"]}
+    settings = (json_object(path) or {}).get("quantization")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: no quantization with settings; bring the file again")
+    return {"quant_method": METHOD, **settings}
 
 
 def read_config(config: Mapping[str, Any]) -> ModelOpt:

@@ -6,7 +6,6 @@ tensor scale, also where linears read the same input. Activations are never quan
 its sampler compute with them in the compute dtype, whatever the config says of them.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from qerl.model import bnb, compressed, modelopt
-from qerl.model.shards import CHECKSUMS
+from qerl.model.shards import CHECKSUMS, json_object
 from qerl.model.spec import LINEARS, Geometry
 from qerl.quant.bf16 import BF16
 from qerl.quant.mxfp4 import MXFP4
@@ -131,8 +130,8 @@ def _made(folder: Path | None) -> Mapping[str, Any]:
     """The settings by which scripts/quantize.py made a folder; none for all others."""
     if folder is None or not (folder / CHECKSUMS).is_file():
         return {}
-    settings: Mapping[str, Any] = json.loads((folder / CHECKSUMS).read_text()).get("settings", {})
-    return settings  # others may have such a file too
+    settings = (json_object(folder / CHECKSUMS) or {}).get("settings")
+    return settings if isinstance(settings, dict) else {}  # others may have such a file too
 
 
 def linear_format(module: str, packing: Packing | None, format: Format) -> Format:

@@ -25,6 +25,8 @@ FUSED = (
 """Linears that read the same input. Quantised here, they share a tensor scale, so that an engine
 may fuse them; packed by others, each keeps its own."""
 
+_CHUNK = 1 << 24  # weights looked at together
+
 
 class Reader:
     """A checkpoint on its way to a device."""
@@ -55,8 +57,15 @@ class Reader:
         """The tensor on the device, in the dtype of the checkpoint.
 
         Raises:
-            ValueError: naming tensor and file where it is missing, of another shape or no weight.
+            ValueError: naming tensor and file where it is missing, of another shape, no weight, or
+                not finite.
         """
+        tensor = self._shaped(name, shape)
+        check_finite(self._weights.entry(name).place, name, tensor)
+        return tensor
+
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """As `stored`; values are left to whoever packs them."""
         if name not in self._all:
             raise ValueError(f"{self.name}: the checkpoint has no tensor {name}")
         entry = self._weights.entry(name)
@@ -121,7 +130,7 @@ class Reader:
     ) -> list[PackedWeight]:
         """Dense linears under one tensor scale."""
         dense = [
-            self.stored(f"{module}.weight", shape)
+            self._shaped(f"{module}.weight", shape)
             for module, shape in zip(modules, shapes, strict=True)
         ]
         try:
@@ -137,7 +146,7 @@ class Reader:
         """One linear of a packed checkpoint."""
         if packing.is_dense(module):
             self._check_stored(module, packed=False)
-            weight = self.stored(f"{module}.weight", shape)
+            weight = self._shaped(f"{module}.weight", shape)
             return self._named(f"{module}.weight", partial(BF16().quantize, weight))
         self._check_stored(module, packed=True)
         packed = self._packed(module, shape)
@@ -201,6 +210,19 @@ class Reader:
     def _take(self, name: str) -> Tensor:
         self._left.discard(name)
         return self._weights.get(name)
+
+
+def check_finite(place: str, name: str, tensor: Tensor) -> None:
+    """Raise for a tensor with NaN or Inf, naming its place, its name and the first such value."""
+    for at, chunk in enumerate(tensor.flatten().split(_CHUNK)):
+        wrong = ~chunk.isfinite()
+        if wrong.any():
+            first = at * _CHUNK + int(wrong.nonzero()[0])
+            index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
+            raise ValueError(
+                f"{place}: {name} is {float(chunk[wrong][0])} at {index}; bring the file again, or "
+                "another checkpoint"
+            )
 
 
 def _check_scales(packed: PackedWeight) -> None:

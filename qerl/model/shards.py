@@ -160,14 +160,24 @@ def check_finished(folder: Path) -> None:
             "command again to finish it"
         )
     config, listed = folder / "config.json", folder / CHECKSUMS
-    if not config.is_file() or json.loads(config.read_text()).get("checksums") != CHECKSUMS:
+    if not config.is_file():
+        return
+    said = json_object(config)
+    if said is None:
+        raise ValueError(f"{config}: no JSON object; bring the file again")
+    if said.get("checksums") != CHECKSUMS:
         return
     if not listed.is_file():
         raise ValueError(
             f"{folder}: {CHECKSUMS} is missing, so whether it is whole is not known; copy the "
             "folder again"
         )
-    for name, facts in json.loads(listed.read_text())["files"].items():
+    files = (json_object(listed) or {}).get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(facts, dict) and "bytes" in facts for facts in files.values()
+    ):
+        raise ValueError(f"{listed}: no list of files with their bytes; copy the folder again")
+    for name, facts in files.items():
         path = folder / name
         there = path.stat().st_size if path.is_file() else None
         if there != facts["bytes"]:
@@ -177,11 +187,26 @@ def check_finished(folder: Path) -> None:
             )
 
 
+def json_object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds; None where that is no JSON object."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # neither JSON nor text
+        return None
+    return held if isinstance(held, dict) else None
+
+
 def _shards(folder: Path) -> dict[str, str]:
     """File of every tensor."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards: dict[str, str] | None = (json_object(index) or {}).get("weight_map")
+        if not (
+            shards
+            and isinstance(shards, dict)
+            and all(isinstance(name, str) for name in shards.values())
+        ):
+            raise ValueError(f"{index}: no weight_map from tensors to files; bring the file again")
         absent = sorted({name for name in shards.values() if not (folder / name).is_file()})
         if absent:
             raise ValueError(

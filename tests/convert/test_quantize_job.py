@@ -97,6 +97,8 @@ def test_other_calibration_is_another_conversion(conversion: Compose) -> None:
     [
         (["quant=nf4"], "quant=nf4: compressed-tensors packs nvfp4 and mxfp4"),
         (["quant.method=best"], r"quant\.method=best: one of rtn, mse, awq, gptq"),
+        (["out=null"], r"out=None: name the folder to write, for example out=/models/mine"),
+        (["out="], r"out=: name the folder to write"),
         (["shard_gb=0"], r"shard_gb=0: GB of data in one file, above 0"),
         (["shard_gb=two"], r"shard_gb=two"),
         (["model=qwen2.5-32b", "model.source.path=/nowhere"], r"/nowhere: no config\.json"),

@@ -153,6 +153,17 @@ def test_other_settings_do_not_go_on_with_the_work(
         convert(job(**changes))
 
 
+def test_other_settings_begin_anew_where_no_shard_is_finished(
+    job: Jobs, tmp_path: Path, digest: Digest
+) -> None:
+    with Workplace(tmp_path / "out", {"shard_bytes": 1}) as workplace:
+        workplace.take_up()
+        (workplace.folder / "model-00001-of-00005.safetensors").write_bytes(b"half")
+    wanted = digest(convert(job(out=tmp_path / "whole")).folder)
+    convert(job())
+    assert digest(tmp_path / "out") == wanted
+
+
 def test_another_source_does_not_go_on_with_the_work(
     job: Jobs, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +200,25 @@ def test_a_folder_of_somebody_else_is_not_overwritten(job: Jobs, tmp_path: Path)
             (tmp_path / "out" / "checksums.json").write_text(content)
         with pytest.raises(ValueError, match=r"out exists and is no conversion; choose another"):
             convert(job())
+
+
+def test_a_refused_folder_leaves_no_trace_of_the_attempt(job: Jobs, tmp_path: Path) -> None:
+    convert(job())
+    (tmp_path / "file").touch()
+    for out, changes in (("out", {"shard_bytes": 30_000}), ("file", {})):
+        with pytest.raises(ValueError, match=rf"out=.*{out} exists"):
+            convert(job(out=tmp_path / out, **changes))
+        assert not (tmp_path / f"{out}.partial").exists()
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "/", "made.partial", "made.partial/model"])
+def test_a_name_under_which_no_folder_could_be_found_whole_is_refused(
+    job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"out={out or '.'}: .*choose another out="):
+        convert(job(out=Path(out)))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_full_disk_is_one_line_and_the_work_goes_on_afterwards(

@@ -29,7 +29,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from qerl.model import toy
+from qerl.model import modelopt, toy
 from qerl.model.attention import ForestAttend
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
@@ -272,6 +272,7 @@ def edited(folder: Path, target: Path, changes: dict[str, Tensor | None], **conf
 Q = "model.layers.0.self_attn.q_proj"
 NAN, NEGATIVE = (torch.full((64, 4), v).to(torch.float8_e4m3fn) for v in (float("nan"), -1.0))
 NO_POWER = torch.full((64, 2), 255, dtype=torch.uint8)
+NO_JSON = torch.zeros(8, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,8 @@ NO_POWER = torch.full((64, 2), 255, dtype=torch.uint8)
         ("modelopt", {f"{Q}.pre_quant_scale": torch.ones(64)}, "pre_quant_scale"),
         ("bnb", {f"{Q}.weight.quant_map": torch.zeros(16)}, "quant_map"),
         ("bnb", {f"{Q}.weight": torch.zeros(64, 1, dtype=torch.uint8)}, "64 bytes"),
+        ("bnb", {f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(8)}, "quant_state"),
+        ("bnb", {f"{Q}.weight.quant_state.bitsandbytes__nf4": NO_JSON}, "quant_state"),
         ("bnb", {f"{Q}.weight.absmax": torch.full((64,), float("nan"))}, "absmax holds NaN"),
     ],
 )  # fmt: skip
@@ -400,3 +403,12 @@ def test_a_packed_head_is_held_dense(folders: dict[str, Path], tmp_path: Path) -
     folder = edited(folders["ct-mxfp4"], tmp_path / "model", changes)
     policy = load(folder, MXFP4())
     assert torch.equal(policy.decoder.head, packed.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"quantization": null}'])
+def test_a_config_of_modelopt_that_cannot_be_read_is_refused_with_its_name(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: no quantization.*bring the file"):
+        modelopt.config_of(tmp_path)

@@ -16,6 +16,7 @@ from qerl.quant.nf4 import NF4
 from qerl.quant.nvfp4 import NVFP4
 
 UP = "model.layers.1.mlp.up_proj"
+EMBED, Q = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj"
 
 
 class Edited(Toy):
@@ -77,6 +78,9 @@ def test_the_same_seed_gives_the_same_policy_and_another_does_not() -> None:
             f"memory: {UP}.weight is torch",
         ),
         ({f"{UP}.weight": torch.full((256, 128), torch.nan)}, f"memory: {UP}.weight: .* NaN"),
+        ({"model.norm.weight": torch.full((128,), torch.nan)}, r"memory: model.norm.weight is nan"),
+        ({EMBED: torch.full((100, 128), torch.inf)}, rf"memory: {EMBED} is inf at \[0, 0\]; bring"),
+        ({f"{Q}.bias": torch.full((128,), torch.nan)}, rf"memory: {Q}.bias is nan at \[0\]; bring"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(

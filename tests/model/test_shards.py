@@ -53,6 +53,33 @@ def test_bytes_after_the_end_are_refused(folder: Path) -> None:
         SafetensorsWeights(folder)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 7}}'],
+)
+def test_an_index_without_a_map_of_tensors_is_refused_with_its_name(
+    folder: Path, text: str
+) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json: no weight_map.*bring the file again"):
+        SafetensorsWeights(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": {"one.safetensors": {}}}'])
+def test_checksums_that_cannot_be_read_are_refused_with_their_name(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"checksums": CHECKSUMS}))
+    (folder / CHECKSUMS).write_text(text)
+    with pytest.raises(ValueError, match=rf"{CHECKSUMS}: .*copy the folder again"):
+        SafetensorsWeights(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_config_that_cannot_be_read_is_refused_with_its_name(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: no JSON object; bring the file again"):
+        SafetensorsWeights(folder)
+
+
 def test_a_file_of_another_kind_is_refused(folder: Path) -> None:
     (folder / "two.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
     with pytest.raises(ValueError, match=r"two\.safetensors.*no header of safetensors"):
