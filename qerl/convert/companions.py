@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qerl.convert.method import Row
 from qerl.convert.plan import Plan
-from qerl.convert.workplace import sha256, write_whole
+from qerl.convert.unfinished import sha256, write_whole
 from qerl.model import compressed
 from qerl.model.shards import CHECKSUMS, INDEX, SINGLE
 from qerl.model.source import Source

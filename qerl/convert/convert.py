@@ -38,7 +38,7 @@ from qerl.convert.method import (
 )
 from qerl.convert.plan import Part, Plan, Shard, make_plan
 from qerl.convert.report import document, linear_rows
-from qerl.convert.workplace import Workplace, sha256
+from qerl.convert.unfinished import Unfinished, sha256
 from qerl.model import compressed
 from qerl.model.load import full_spec
 from qerl.model.reader import check_finite
@@ -63,28 +63,28 @@ def convert(job: Job, progress: Callable[[Stage], None] = lambda stage: None) ->
     check_companions(job.source)
     spec, weights = full_spec(job.source), job.source.weights()
     plan = make_plan(job.source.name, spec, weights, job.format, job.shard_bytes)
-    with Workplace(job.out, job.settings(weights)) as workplace:
-        if workplace.is_published():
+    with Unfinished(job.out, job.settings(weights)) as work:
+        if work.is_published():
             return _converted(job, plan, read_report(job.out), found=True)
-        finished = workplace.take_up()
+        finished = work.take_up()
         _check_disk(job.out, plan, finished)
         try:
-            entries = _Conversion(job, plan, weights, workplace, progress).run(finished)
+            entries = _Conversion(job, plan, weights, work, progress).run(finished)
             rows = [row for entry in entries for row in entry["rows"]]
-            write_companions(workplace.folder, job.source, spec, plan, job.format)
-            write_report(workplace.folder, _report(job, rows))
+            write_companions(work.folder, job.source, spec, plan, job.format)
+            write_report(work.folder, _report(job, rows))
             if job.draw is not None:
-                job.draw(rows, (workplace.folder / REPORT).with_suffix(".png"))
+                job.draw(rows, (work.folder / REPORT).with_suffix(".png"))
             known = {entry["file"]: entry["sha256"] for entry in entries}
-            write_checksums(workplace.folder, workplace.settings, known)
-            workplace.publish()
+            write_checksums(work.folder, work.settings, known)
+            work.publish()
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             raise OSError(
                 error.errno,
-                f"{error.filename or workplace.place}: {error.strerror}; what is finished stays in "
-                f"{workplace.place}, make room and give the same command again",
+                f"{error.filename or work.place}: {error.strerror}; what is finished stays in "
+                f"{work.place}, make room and give the same command again",
             ) from error
     return _converted(job, plan, rows, found=False)
 
@@ -97,13 +97,13 @@ class _Conversion:
         job: Job,
         plan: Plan,
         weights: Weights,
-        workplace: Workplace,
+        work: Unfinished,
         progress: Callable[[Stage], None],
     ) -> None:
         self._job = job
         self._plan = plan
         self._weights = weights
-        self._workplace = workplace
+        self._work = work
         self._progress = progress
         self._calibration: Calibration | None = None
         self._done = 0
@@ -120,7 +120,7 @@ class _Conversion:
             entry = there.get(shard.file)
             if entry is None:
                 entry = self._make(shard)
-                self._workplace.add(entry)
+                self._work.add(entry)
             else:
                 for part in shard.parts:
                     self._pass_by(shard, part)
@@ -129,7 +129,7 @@ class _Conversion:
 
     def _make(self, shard: Shard) -> dict[str, Json]:
         """Write a shard and wait for the disk; its entry."""
-        path = self._workplace.folder / shard.file
+        path = self._work.folder / shard.file
         rows: list[Row] = []
         with path.open("wb") as file:
             file.write(shard.header)
@@ -187,7 +187,7 @@ class _Conversion:
     def _pass_by(self, shard: Shard, part: Part) -> None:
         """A part that is written already; calibration tokens still go through it."""
         if self._calibration is not None and part.layer is not None:
-            path = self._workplace.folder / shard.file
+            path = self._work.folder / shard.file
             self._calibration.advance(read_layer(path, part, self._job.format, self._job.device))
         self._show(part, found=True)
 

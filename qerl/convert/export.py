@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from qerl.convert.job import Stage
 from qerl.convert.method import LINEAR_NAMES, LayerInputs, LayerWeights, QuantizedLayer, Row
-from qerl.convert.workplace import Workplace
+from qerl.convert.unfinished import Unfinished
 from qerl.model import toy
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import full_spec
@@ -255,12 +255,12 @@ def copy_packed(
             f"out={out}: {total / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free; make room, or "
             "choose out= on another disk"
         )
-    with Workplace(out, {"copy": str(folder.resolve())}) as workplace:
-        workplace.take_up()
+    with Unfinished(out, {"copy": str(folder.resolve())}) as work:
+        work.take_up()
         for path, size in sizes.items():
-            with path.open("rb") as source, (workplace.folder / path.name).open("wb") as target:
+            with path.open("rb") as source, (work.folder / path.name).open("wb") as target:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
             done += size
             progress(Stage(label=path.name, done=done, total=total, found=False))
-        workplace.publish()
+        work.publish()
     return total

@@ -47,6 +47,18 @@ from qerl.quant.search import BlockScaled
 _NORMS = {"q/k/v": "input_layernorm.weight", "gate/up": "post_attention_layernorm.weight"}
 
 
+def _packed(
+    layer: LayerWeights, linears: Mapping[str, PackedWeight], inputs: LayerInputs | None
+) -> QuantizedLayer:
+    """A layer whose linears alone have changed, with its rows of the report."""
+    return QuantizedLayer(
+        index=layer.index,
+        linears=linears,
+        others=layer.others(),
+        rows=linear_rows(layer, linears, inputs),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mse:
     """Block scales of the least squared error of the weights; see `qerl.quant.search`."""
@@ -63,12 +75,7 @@ class Mse:
         for names in GROUPS.values():
             dense = [layer.linear(name) for name in names]
             linears |= zip(names, searched.quantize_scaled(dense, search=True), strict=True)
-        return QuantizedLayer(
-            index=layer.index,
-            linears=linears,
-            others=layer.others(),
-            rows=linear_rows(layer, linears, inputs),
-        )
+        return _packed(layer, linears, inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +97,7 @@ class Gptq:
             dense = [layer.linear(name) for name in names]
             packed = gptq(dense, inputs.second_moment[group], scaled, self.settings)
             linears |= zip(names, packed, strict=True)
-        return QuantizedLayer(
-            index=layer.index,
-            linears=linears,
-            others=layer.others(),
-            rows=linear_rows(layer, linears, inputs),
-        )
+        return _packed(layer, linears, inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

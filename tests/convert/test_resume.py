@@ -13,7 +13,7 @@ import torch
 
 from qerl.convert import convert as convert_file
 from qerl.convert.convert import convert
-from qerl.convert.workplace import Workplace
+from qerl.convert.unfinished import Unfinished
 from qerl.model.shards import SafetensorsWeights
 from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nvfp4 import NVFP4
@@ -156,9 +156,9 @@ def test_other_settings_do_not_go_on_with_the_work(
 def test_other_settings_begin_anew_where_no_shard_is_finished(
     job: Jobs, tmp_path: Path, digest: Digest
 ) -> None:
-    with Workplace(tmp_path / "out", {"shard_bytes": 1}) as workplace:
-        workplace.take_up()
-        (workplace.folder / "model-00001-of-00005.safetensors").write_bytes(b"half")
+    with Unfinished(tmp_path / "out", {"shard_bytes": 1}) as work:
+        work.take_up()
+        (work.folder / "model-00001-of-00005.safetensors").write_bytes(b"half")
     wanted = digest(convert(job(out=tmp_path / "whole")).folder)
     convert(job())
     assert digest(tmp_path / "out") == wanted
@@ -186,7 +186,7 @@ def test_a_changed_tokenizer_does_not_go_on_with_the_work(job: Jobs, checkpoint:
 
 def test_two_processes_do_not_write_one_folder(job: Jobs, tmp_path: Path) -> None:
     with (
-        Workplace(tmp_path / "out", {}),
+        Unfinished(tmp_path / "out", {}),
         pytest.raises(ValueError, match=r"out\.partial: another process writes there"),
     ):
         convert(job())

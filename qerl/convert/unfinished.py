@@ -25,7 +25,7 @@ Json = Any
 _CHUNK = 1 << 22
 
 
-class Workplace:
+class Unfinished:
     """Use as a context, which holds the lock."""
 
     def __init__(self, out: Path, settings: Mapping[str, Json]) -> None:
@@ -46,7 +46,7 @@ class Workplace:
         self._journal = self.place / "journal.jsonl"
         self._lock: IO[bytes] | None = None
 
-    def __enter__(self) -> "Workplace":
+    def __enter__(self) -> "Unfinished":
         self.place.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.place)
         return self
