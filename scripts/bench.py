@@ -9,6 +9,7 @@ python scripts/bench.py bench=qlora
 python scripts/bench.py bench=quantisers                              on a CPU
 python scripts/bench.py bench=convert                                 on a CPU, 21 GB of disk
 python scripts/bench.py bench=vllm_load                               with the vllm extra
+python scripts/bench.py bench=vllm_rollout                            with the vllm extra
 """
 
 import json

@@ -78,14 +78,15 @@ def rollout_figure(records: list[Record]) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     floors: dict[str, list[tuple[float, float]]] = {}
     for record in records:
-        if record.kind == "bench" and record.name == "h200/rollout":
+        if record.kind == "bench" and record.name in ("h200/rollout", "h200/vllm_rollout"):
             node = record.config["bench"]
             sizes = {key: node[key] for key in ("group", "prompt", "rank")} | {
                 "new": node["new_tokens"]
             }
             for row in (row for row in record.rows if row["section"] == "rollout"):
                 geometry, format = row["geometry"], row["format"]
-                name = f"{geometry.upper()}, {format}"
+                peer = f", {row['engine']}" if "engine" in row else ""
+                name = f"{geometry.upper()}, {format}{peer}"
                 series.setdefault(name, []).append((row["batch"], row["tok_per_s"]))
                 bits = formats[format].bits_per_weight
                 spec = geometry_spec(geometry)
