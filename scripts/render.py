@@ -80,9 +80,8 @@ def rollout_figure(records: list[Record]) -> None:
     for record in records:
         if record.kind == "bench" and record.name in ("h200/rollout", "h200/vllm_rollout"):
             node = record.config["bench"]
-            sizes = {key: node[key] for key in ("group", "prompt", "rank")} | {
-                "new": node["new_tokens"]
-            }
+            sizes = {key: node[key] for key in ("group", "prompt", "rank")}
+            sizes["new"] = node["new_tokens"]
             for row in (row for row in record.rows if row["section"] == "rollout"):
                 geometry, format = row["geometry"], row["format"]
                 peer = f", {row['engine']}" if "engine" in row else ""
@@ -91,7 +90,8 @@ def rollout_figure(records: list[Record]) -> None:
                 bits = formats[format].bits_per_weight
                 spec = geometry_spec(geometry)
                 floor = floor_tok_per_s(spec, bits, rows=row["batch"], **sizes)
-                floors.setdefault(name, []).append((row["batch"], floor))
+                if not peer:
+                    floors.setdefault(name, []).append((row["batch"], floor))
     if series:
         plot_rates(
             series,

@@ -1,8 +1,8 @@
 """Rollouts by vLLM on the lengths of `bench=rollout`, in the same geometry, with random weights.
 
 vLLM fills the weights itself (``load_format=dummy``), compiles and captures; NVFP4 goes through its
-kernel for 4-bit weights (Marlin on Hopper), adapters through its LoRA path. Each format has a process
-of its own, so that nothing of one is left when the next begins.
+kernel for 4-bit weights (Marlin on Hopper), adapters through its LoRA path. Each format has a
+process of its own, so that nothing of one is left when the next begins.
 """
 
 import json
