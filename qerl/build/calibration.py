@@ -42,13 +42,16 @@ def calibration_plan(
             f"{spec.max_positions} tokens; set calibration.length={spec.max_positions}"
         )
     text: TextSource = make(options.text)
-    tokens = token_sequences(
-        text,
-        load_tokenizer(source),
-        sequences=options.sequences,
-        length=options.length,
-        seed=options.seed,
-    )
+    try:
+        tokens = token_sequences(
+            text,
+            load_tokenizer(source),
+            sequences=options.sequences,
+            length=options.length,
+            seed=options.seed,
+        )
+    except ValueError as error:  # where a run has data.path, calibration has another setting
+        raise ValueError(str(error).replace("data.path", "calibration.text.rows.path")) from error
     dtype = compute.torch_dtype()
 
     def begin() -> StreamedCalibration:

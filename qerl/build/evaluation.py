@@ -215,9 +215,10 @@ def _plan(
         for mode in modes
         for key in ("group_size", "max_new_tokens", "temperature", "top_p")
     }
+    checkpoint = checkpoint_identity(cfg)
     settings = {
         **dict(flat(cfg, _IDENTITY)),
-        **checkpoint_identity(cfg),
+        **checkpoint,
         **drawn,
         "adapter": adapter.digest if adapter else None,
         "dtype": str(compute.torch_dtype()),
@@ -229,7 +230,10 @@ def _plan(
     identity = fingerprint(settings)
     folder = cfg.evaluate.folder or Path("out/evals") / name / f"seed{cfg.seed}-{identity[:8]}"
     facts = {
-        "model": cfg.model.name,
+        "model": f"{cfg.model.name} ({Path(cfg.model.source.path).name})"
+        if checkpoint
+        else cfg.model.name,
+        "weights": checkpoint.get("model.source.weights"),
         "quant": quant,
         "adapter": label,
         "adapter_sha256": adapter.digest if adapter else None,

@@ -31,13 +31,12 @@ from qerl.convert.job import Converted, Job, Stage
 from qerl.convert.method import (
     LINEAR_NAMES,
     Calibration,
-    LayerInputs,
     LayerWeights,
     QuantizedLayer,
     Row,
 )
 from qerl.convert.plan import Part, Plan, Shard, make_plan
-from qerl.convert.report import document, linear_rows
+from qerl.convert.report import document, layer_rows
 from qerl.convert.unfinished import Unfinished, sha256
 from qerl.model import compressed
 from qerl.model.load import full_spec
@@ -169,7 +168,7 @@ class _Conversion:
             raise
         if self._calibration is not None:
             self._calibration.advance(quantized)
-        rows += _rows(layer, quantized, inputs)
+        rows += layer_rows(layer, quantized, inputs)
         tensors = {part.prefix + name: tensor for name, tensor in quantized.others.items()}
         for name, packed in quantized.linears.items():
             for inner, tensor in compressed.stored(packed).items():
@@ -240,14 +239,6 @@ def _check_planned(part: Part, tensors: Mapping[str, Tensor]) -> None:
             f"{wrong[0]}: the method made {made.get(wrong[0])}, planned is {planned.get(wrong[0])};"
             " a method keeps names, shapes and dtypes"
         )
-
-
-def _rows(layer: LayerWeights, quantized: QuantizedLayer, inputs: LayerInputs | None) -> list[Row]:
-    """The report of a layer, with output errors where there are inputs."""
-    rows = list(quantized.rows)
-    if inputs is not None and not all("output_error" in row for row in rows):
-        return linear_rows(layer, quantized.linears, inputs)
-    return rows
 
 
 def _report(job: Job, rows: Sequence[Row]) -> dict[str, Json]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qerl.convert.calibrate import StreamedCalibration, quantized_layer
 from qerl.convert.method import GROUPS, LayerWeights, Method, Row
-from qerl.convert.report import linear_rows
+from qerl.convert.report import layer_rows
 from qerl.model.decoder import Decoder
 from qerl.model.layers import RMSNorm
 from qerl.model.load import full_spec
@@ -53,11 +53,7 @@ def quantized_policy(
         dense = layer_weights(weights, index, device)
         inputs = calibration.inputs(dense) if calibration else None
         quantised = method.quantize(dense, format, inputs)
-        measured = all("output_error" in row for row in quantised.rows)
-        if inputs is not None and not measured:
-            rows += linear_rows(dense, quantised.linears, inputs)
-        else:
-            rows += quantised.rows
+        rows += layer_rows(dense, quantised, inputs)
         if calibration is not None:
             calibration.advance(quantised)
         layers.append(quantized_layer(spec, quantised, dtype))

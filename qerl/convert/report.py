@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from qerl.convert.method import GROUPS, LayerInputs, LayerWeights, Row, sqnr_db
+from qerl.convert.method import (
+    GROUPS,
+    LayerInputs,
+    LayerWeights,
+    QuantizedLayer,
+    Row,
+    sqnr_db,
+)
 from qerl.quant.awq import output_energy, output_error
 from qerl.quant.packed import PackedWeight
 
@@ -37,6 +44,16 @@ def linear_rows(
                 error = output_error(dense, packed, moment)
                 row["output_error"] = math.sqrt(error / energy) if energy else None
             rows.append(row)
+    return rows
+
+
+def layer_rows(
+    layer: LayerWeights, quantized: QuantizedLayer, inputs: LayerInputs | None
+) -> list[Row]:
+    """The rows of a quantised layer, with output errors where there are inputs."""
+    rows = list(quantized.rows)
+    if inputs is not None and not all("output_error" in row for row in rows):
+        return linear_rows(layer, quantized.linears, inputs)
     return rows
 
 

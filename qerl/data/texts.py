@@ -20,6 +20,7 @@ from qerl.data.hub import HubProblems
 from qerl.data.problems import ProblemSource
 from qerl.data.prompt import Message, PromptBuilder
 
+_HELD = 1024  # conversations in memory at a time
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -136,11 +137,17 @@ def token_sequences(
 
 
 def _ordered(source: TextSource, seed: int | None) -> Iterator[list[Message]]:
+    """The conversations, shuffled; the source is read again rather than held whole."""
     if seed is None:
-        return source.conversations()
-    found = list(source.conversations())
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
-    return (found[int(i)] for i in order)
+        yield from source.conversations()
+        return
+    count = sum(1 for _ in source.conversations())
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    for start in range(0, count, _HELD):
+        part = order[start : start + _HELD]
+        wanted = set(part)
+        found = {i: m for i, m in enumerate(source.conversations()) if i in wanted}
+        yield from (found[i] for i in part)
 
 
 def _first(row: Row, names: Sequence[str]) -> str:

@@ -20,8 +20,8 @@ _DASH = "–"
 def alike(folder: Path, record: Record, names: str = "*.json") -> list[Record]:
     """Completed evaluations under `folder` on the problems of `record`, the newest of each.
 
-    Two records of one policy, seed and way of drawing are one evaluation that was done twice, for
-    example by two commits.
+    Two records of one policy (weights and adapter), seed and way of drawing are one evaluation that
+    was done twice, for example by two commits.
     """
     newest: dict[str, Record] = {}
     wanted = {"config.evaluation.problem_set": problem_set(record), "status": "completed"}
@@ -80,7 +80,10 @@ def chart(records: Sequence[Record], path: Path) -> Path:
 
 def _identity(record: Record) -> str:
     of = record.config["evaluation"]
-    return json.dumps([record.name, record.seed, of["adapter_sha256"], of["drawn"]], sort_keys=True)
+    # Of a local checkpoint; models of other places go by their names.
+    weights = of.get("weights")
+    facts = [record.name, record.seed, weights, of["adapter_sha256"], of["drawn"]]
+    return json.dumps(facts, sort_keys=True)
 
 
 def _labels(record: Record) -> list[str]:

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl.model.linear import LoRAConfig
 from qerl.model.policy import Policy
+from qerl.model.shards import json_object
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -75,7 +77,7 @@ def read_peft(folder: Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """
     lora = read_lora(folder)
     _check_config(lora, json.loads((folder / CONFIG_FILE).read_text()), folder)
-    state = load_file(folder / WEIGHTS_FILE)
+    state = _matrices(folder / WEIGHTS_FILE)
     return lora, {_from_peft(name, folder): tensor for name, tensor in state.items()}
 
 
@@ -83,7 +85,7 @@ def read_lora(folder: Path) -> LoRAConfig:
     """Rank, scale and targets of an adapter in the format of peft.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or its settings cannot be read.
     """
     path = folder / CONFIG_FILE
     if not path.is_file() or not (folder / WEIGHTS_FILE).is_file():
@@ -91,10 +93,18 @@ def read_lora(folder: Path) -> LoRAConfig:
             f"adapter={folder}: no {CONFIG_FILE} and {WEIGHTS_FILE} there; name the folder that a "
             "run left (out/.../adapter) or that peft saved"
         )
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return LoRAConfig(
-        rank=config["r"], alpha=config["lora_alpha"], targets=sorted(config["target_modules"])
-    )
+    config = json_object(path)
+    if config is None:
+        raise ValueError(f"{path}: no JSON object; bring the file again")
+    absent = [key for key in ("r", "lora_alpha", "target_modules") if key not in config]
+    if absent:
+        raise ValueError(f"{path}: no {', '.join(absent)}; take an adapter that peft saved")
+    targets = config["target_modules"]
+    if not isinstance(targets, list):
+        raise ValueError(
+            f"{path}: target_modules={targets}: a list of linears is read, for example ['q_proj']"
+        )
+    return LoRAConfig(rank=config["r"], alpha=config["lora_alpha"], targets=sorted(targets))
 
 
 def weights_digest(folder: Path) -> str:
@@ -115,9 +125,17 @@ def load_peft(policy: Policy, folder: str | Path) -> None:
             raise ValueError(f"{source}: no {file}, so no adapter in the format of peft")
     _check_config(policy.lora, json.loads((source / CONFIG_FILE).read_text()), source)
     state: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / WEIGHTS_FILE).items():
+    for name, tensor in _matrices(source / WEIGHTS_FILE).items():
         state[_from_peft(name, source)] = tensor
     policy.load_adapter_state(state)
+
+
+def _matrices(path: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's file."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}; bring the file again") from None
 
 
 def _write_config(lora: LoRAConfig, base_model_name: str, folder: str) -> None:

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    StrictDataclassError,
+)
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -102,7 +107,13 @@ class Folder:
 
     def config(self) -> PretrainedConfig:
         """Its architecture."""
-        config: PretrainedConfig = AutoConfig.from_pretrained(self.path)
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(self.path)
+        except StrictDataclassError as error:
+            wrong = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.path / 'config.json'}: {wrong}; bring the file again"
+            ) from None
         beside = modelopt.config_of(self.path)
         if beside is not None:
             config.quantization_config = beside

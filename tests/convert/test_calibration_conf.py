@@ -64,3 +64,15 @@ def test_settings_that_cannot_be_met_are_one_line(
     cfg = settings(override, "calibration.text.problems.size=20")
     with pytest.raises(ValueError, match=says):
         calibration_plan(cfg, make(cfg.model.source), make(cfg.trainer.compute))
+
+
+def test_text_out_of_reach_names_the_setting_that_helps(
+    composed: Compose,
+) -> None:
+    options = ("model=toy", "trainer=cpu", "+calibration=gsm8k", "calibration.length=64")
+    cfg = composed(*options, "calibration.text.rows.path=/nowhere", config="evaluate")
+    with pytest.raises(
+        ValueError, match=r"; set calibration\.text\.rows\.path to a \.jsonl"
+    ) as caught:
+        calibration_plan(cfg, make(cfg.model.source), make(cfg.trainer.compute))
+    assert "data.path" not in str(caught.value)

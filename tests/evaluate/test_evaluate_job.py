@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import DictConfig
+from safetensors.torch import save_file
 
 from qerl.build import EXPECTED_ERRORS, one_line
 from qerl.build.evaluation import evaluate
@@ -22,6 +23,7 @@ from qerl.model.adapter_io import save_peft
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
 from qerl.model.source import Toy
+from qerl.model.toy import build_tokenizer, random_weights
 from qerl.quant.bf16 import BF16
 from qerl.record.schema import load
 
@@ -262,3 +264,14 @@ def test_the_command_lines_print_table_and_difference(
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "scripts" / "compare.py"), run_name="__main__")
     assert capsys.readouterr().err.startswith("error: /nowhere: no record there")
+
+
+def test_two_folders_are_two_rows_with_their_names(toy: Compose, tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        spec = Toy(seed=seed).spec
+        spec.to_hf_config().save_pretrained(tmp_path / name)
+        build_tokenizer().save_pretrained(tmp_path / name)
+        save_file(random_weights(spec, seed), tmp_path / name / "model.safetensors")
+        report = evaluate(toy("model=folder", f"model.source.path={tmp_path / name}"))
+    for name in ("one", "two"):
+        assert f"| folder ({name}) | bf16" in report.text

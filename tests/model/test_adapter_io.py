@@ -6,11 +6,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
-from qerl.model.adapter_io import load_peft, save_peft
+from qerl.model.adapter_io import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_peft,
+    read_lora,
+    read_peft,
+    save_peft,
+)
 from qerl.model.attention import ForestAttend
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
@@ -154,3 +161,28 @@ def test_a_policy_without_adapters_neither_saves_nor_loads(tmp_path: Path) -> No
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no adapter_config.json"):
         load_peft(make_policy(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "no JSON object"),
+        ("{}", "no r, lora_alpha, target_modules"),
+        ('{"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}', "target_modules=all-linear"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_refused_with_their_file(
+    tmp_path: Path, config: str, words: str
+) -> None:
+    (tmp_path / CONFIG_FILE).write_text(config)
+    save_file({}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=rf"{CONFIG_FILE}: {words}"):
+        read_lora(tmp_path)
+
+
+def test_matrices_that_are_cut_off_are_refused_with_their_file(tmp_path: Path) -> None:
+    save_peft(load_policy(Toy(), BF16(), LoRAConfig(rank=4, alpha=8)), tmp_path, "toy")
+    file = tmp_path / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{WEIGHTS_FILE}: .*; bring the file again"):
+        read_peft(tmp_path)

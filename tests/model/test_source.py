@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import multiprocessing
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from qerl.model import gguf, toy
 from qerl.model import source as source_file
 from qerl.model.attention import ForestAttend
 from qerl.model.load import load_policy, load_tokenizer
-from qerl.model.source import HuggingFace, SmolLM2Gguf, Toy
+from qerl.model.source import Folder, HuggingFace, SmolLM2Gguf, Toy
 from qerl.model.spec import Geometry
 from qerl.quant.bf16 import BF16
 from qerl.quant.nvfp4 import NVFP4
@@ -222,3 +223,11 @@ def test_a_gguf_file_is_a_path_like_any_other(
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(ValueError, match="no such file"):
         HuggingFace("some/model", path=str(tmp_path / "gone.gguf")).config()
+
+
+def test_a_config_with_a_wrong_value_is_refused_with_its_file(tmp_path: Path) -> None:
+    Toy().config().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": "many"}))
+    with pytest.raises(ValueError, match=r"config\.json: .*vocab_size.*; bring the file again"):
+        Folder(tmp_path).config()
