@@ -8,7 +8,7 @@ import pytest
 from qerl.data.arithmetic import Arithmetic
 from qerl.data.hub import HubProblems
 from qerl.data.prompt import PromptBuilder
-from qerl.data.texts import ProblemTexts, RowTexts, TextSource, token_sequences
+from qerl.data.texts import ProblemTexts, RowTexts, TextSource, _ordered, token_sequences
 from qerl.model.toy import build_tokenizer
 
 
@@ -101,3 +101,13 @@ def test_the_checksum_is_that_of_the_file(texts: RowTexts) -> None:
     file = Path(str(texts.rows.path))
     file.write_text(file.read_text() + "\n")
     assert texts.checksum() != before
+
+
+def test_the_order_does_not_depend_on_how_much_is_held(
+    texts: RowTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [turns[0]["content"] for turns in _ordered(texts, 5)]
+    monkeypatch.setattr("qerl.data.texts._HELD", 2)
+    assert [turns[0]["content"] for turns in _ordered(texts, 5)] == whole
+    assert sorted(whole) == sorted(turns[0]["content"] for turns in texts.conversations())
+    assert len(set(whole)) > 2
