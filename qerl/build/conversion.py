@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -37,7 +38,7 @@ def quantize(cfg: DictConfig) -> str:
         raise ValueError(f"out={cfg.out}: name the folder to write, for example out=/models/mine")
     with ConversionProgress(Path(cfg.out).name) as display:
         done = convert(job(cfg, display), display.stage)
-    return _told(done)
+    return _exactly(done)
 
 
 def job(cfg: DictConfig, display: ConversionProgress) -> Job:
@@ -53,14 +54,9 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
             "original checkpoint: what is quantised once is not quantised again"
         )
     method: Method = make(cfg.methods[cfg.quant.method])
-    if not isinstance(cfg.shard_gb, int | float) or not cfg.shard_gb > 0:
-        raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")
+    largest = shard_bytes(cfg)
     compute: Compute = make(cfg.trainer.compute)
-    code = provenance.commit()
-    facts = {
-        "tool": f"qerl {provenance.versions()['qerl']}",
-        "commit": code.short if code else None,
-    }
+    facts = tool()
     plan = None
     if method.calibrated or cfg.output_error:
         plan = calibration_plan(cfg, source, compute, display.calibration)
@@ -70,7 +66,7 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
         format=format,
         method=method,
         out=Path(cfg.out).expanduser(),
-        shard_bytes=int(cfg.shard_gb * GB),
+        shard_bytes=largest,
         device=compute.torch_device(),
         calibration=plan.begin if plan else None,
         draw=partial(plot_linears, title=f"{cfg.model.name}, {format.name}, {method.name}"),
@@ -78,10 +74,32 @@ def job(cfg: DictConfig, display: ConversionProgress) -> Job:
     )
 
 
-def _told(done: Converted) -> str:
-    """Where the folder is, what it takes and how exact it is."""
+def shard_bytes(cfg: DictConfig) -> int:
+    """Most data of one file, as ``shard_gb`` says."""
+    if not isinstance(cfg.shard_gb, int | float) or not cfg.shard_gb > 0:
+        raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")
+    return int(cfg.shard_gb * GB)
+
+
+def tool() -> dict[str, Any]:
+    """What made a folder, for its checksums."""
+    code = provenance.commit()
+    return {
+        "tool": f"qerl {provenance.versions()['qerl']}",
+        "commit": code.short if code else None,
+    }
+
+
+def told(done: Converted) -> str:
+    """Where the folder is and what it takes."""
     if done.found:
         return f"{done.folder} is there already, made with the same settings"
+    return f"{done.folder}: {done.weights / 1e9:.3f} G weights in {done.nbytes / GB:.3f} GB"
+
+
+def _exactly(done: Converted) -> str:
+    """As `told`, and how exact it is."""
+    if done.found:
+        return told(done)
     figures = ", ".join(f"{name} {value:.4g}" for name, value in summary(done.rows).items())
-    size = f"{done.weights / 1e9:.3f} G weights in {done.nbytes / GB:.3f} GB"
-    return f"{done.folder}: {size}; {figures}"
+    return f"{told(done)}; {figures}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from qerl.build.config import checkpoint_identity, make, quiet_libraries
+from qerl.build.conversion import GB, shard_bytes, told, tool
 from qerl.build.parts import base_model
 from qerl.convert.convert import convert
 from qerl.convert.export import Merge, TrainedSource, check_adapter, copy_packed, lost
@@ -20,14 +21,12 @@ from qerl.quant.bf16 import BF16
 from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nvfp4 import NVFP4
 from qerl.quant.packed import Format
-from qerl.record import provenance
 from qerl.record.conversion import ConversionProgress
 from qerl.training.checkpoint import latest, latest_whole
 from qerl.training.compute import Compute
 
 log = logging.getLogger(__name__)
 
-GB = 10**9
 WHAT = ("adapter", "merged", "base")
 
 
@@ -108,9 +107,9 @@ def _merged(cfg: DictConfig, trained: DictConfig, out: Path) -> str:
     done = _convert(cfg, own, BF16(), merge, out, dense=True)
     share, unmoved = lost(done.rows)
     if share == float("inf"):
-        return f"{_told(done)}\nthe adapter is zero: these are the weights of the base, in bf16"
+        return f"{told(done)}\nthe adapter is zero: these are the weights of the base, in bf16"
     return (
-        f"{_told(done)}\nmerging rounds to bf16: the rounding is {100 * share:.1f} % of the update "
+        f"{told(done)}\nmerging rounds to bf16: the rounding is {100 * share:.1f} % of the update "
         f"(RMS over the linears), {100 * unmoved:.1f} % of their weights do not move; adapter and "
         "base apart lose nothing"
     )
@@ -134,34 +133,23 @@ def _base(cfg: DictConfig, trained: DictConfig, out: Path) -> str:
             "what=adapter"
         )
     method: Method = Mse() if format.method == "mse" else Rtn()
-    return _told(_convert(cfg, source, format, method, out, dense=False))
+    return told(_convert(cfg, source, format, method, out, dense=False))
 
 
 def _convert(
     cfg: DictConfig, source: Source, format: Format, method: Method, out: Path, *, dense: bool
 ) -> Converted:
-    if not isinstance(cfg.shard_gb, int | float) or not cfg.shard_gb > 0:
-        raise ValueError(f"shard_gb={cfg.shard_gb}: GB of data in one file, above 0")
+    largest = shard_bytes(cfg)
     compute: Compute = make(cfg.trainer.compute)
-    code = provenance.commit()
     job = Job(
         source=source,
         format=format,
         method=method,
         out=out,
-        shard_bytes=int(cfg.shard_gb * GB),
+        shard_bytes=largest,
         device=compute.torch_device(),
         dense=dense,
-        facts={
-            "tool": f"qerl {provenance.versions()['qerl']}",
-            "commit": code.short if code else None,
-        },
+        facts=tool(),
     )
     with ConversionProgress(out.name) as display:
         return convert(job, display.stage)
-
-
-def _told(done: Converted) -> str:
-    if done.found:
-        return f"{done.folder} is there already, made with the same settings"
-    return f"{done.folder}: {done.weights / 1e9:.3f} G weights in {done.nbytes / GB:.3f} GB"

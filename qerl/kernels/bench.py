@@ -133,7 +133,7 @@ def check_lora(
     low = random_adapter(widths, k, tokens, rank)
     space = Workspace.allocate([weight.shape], 256)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
-    rows = tokens if how.kernel == "gemv" else -(-tokens // how.token_tile) * how.token_tile
+    rows = how.rows_read(tokens)
     add_rms_norm(None, residual, ones, 1e-6, x)
     given = x[:tokens].double()
     products = (given @ low.stacked.double().T).split(rank, 1)

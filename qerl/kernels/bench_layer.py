@@ -20,7 +20,7 @@ from qerl.kernels.paged_attention import Cut, Tables, paged_attention
 from qerl.kernels.parts import Parts
 from qerl.kernels.rope import Heads, rope_and_store
 from qerl.kernels.swiglu import silu_mul
-from qerl.kernels.tiles import Plan, plan_for
+from qerl.kernels.tiles import plan_for
 from qerl.kernels.timing import GEOMETRIES, graph_us, shapes
 from qerl.kernels.w4a16 import Workspace, plan, w4a16_parts
 
@@ -111,7 +111,7 @@ class DecodeLayers:
     def _linear(self, layer: int, name: str) -> Parts:
         x, how = self.inputs[name], self.plans[name]
         adapter = self.adapters[name][layer] if self.rank else None
-        rows = x if how.kernel == "gemv" else x[: _padded(how, self.rows)]
+        rows = x[: how.rows_read(self.rows)]
         weight, out = self.weights[layer][name], self.outputs[name]
         return w4a16_parts(rows, weight, self.rows, how, self.space, out, adapter)
 
@@ -211,10 +211,6 @@ class LayersBench:
                     row = {"section": "layer", "geometry": geometry, "batch": batch, "rank": rank}
                     rows.append(row | {key: round(value, 2) for key, value in times.items()})
                     torch.cuda.empty_cache()
-
-
-def _padded(how: Plan, rows: int) -> int:
-    return -(-rows // how.token_tile) * how.token_tile
 
 
 def _random(*shape: int) -> Tensor:

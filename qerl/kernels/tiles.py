@@ -62,6 +62,12 @@ class Plan:
         """Rows that a buffer for x should have, so that TMA reads no row past its end."""
         return -(-self.tokens // self.token_tile) * self.token_tile
 
+    def rows_read(self, rows: int) -> int:
+        """Rows of x that a kernel of kind gemv or gemm touches for `rows` that count."""
+        if self.kernel == "gemv":
+            return rows
+        return -(-rows // self.token_tile) * self.token_tile
+
 
 @cache
 def table() -> dict[str, Any]:

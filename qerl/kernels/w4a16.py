@@ -191,7 +191,7 @@ def w4a16(
     space = workspace or Workspace.allocate([weight.shape], m, x.device)
     rows = x
     if how.order == "mma":
-        padded = -(-m // how.token_tile) * how.token_tile
+        padded = how.rows_read(m)
         rows = space.x[: padded * x.shape[1]].view(padded, x.shape[1])
         to_mma_order(x, rows, how.pdl)
     return sum_parts(w4a16_parts(rows, weight, m, how, space, out), how.pdl)

@@ -224,8 +224,9 @@ class Bound:
         adapter = self._adapters.get((index, name))
         if not isinstance(stack.weight, TiledWeight):
             return Parts.of(self._dense(x, stack.weight, out, adapter))
-        padded = rows if how.kernel == "gemv" else -(-rows // how.token_tile) * how.token_tile
-        return w4a16_parts(x[:padded], stack.weight, rows, how, step._space, out, adapter)
+        return w4a16_parts(
+            x[: how.rows_read(rows)], stack.weight, rows, how, step._space, out, adapter
+        )
 
     def _dense(self, x: Tensor, weight: Tensor, out: Tensor, adapter: Adapter | None) -> Tensor:
         """The product with a dense weight; the adapter's first product runs beside it."""
