@@ -74,7 +74,8 @@ def test_scales_are_searched_while_a_model_loads(composed: Compose, option: str)
     ],
 )
 def test_every_option_builds(composed: Compose, group: str, option: str) -> None:
-    cfg = composed(f"{group}={option}")
+    needed = ["model.source.path=/nowhere"] if option == "folder" else []
+    cfg = composed(f"{group}={option}", *needed)
     nodes = list(targets(cfg[group]))
     assert nodes
     for node in nodes:
@@ -168,6 +169,7 @@ def test_an_unknown_option_is_refused_with_those_there_are(composed: Compose) ->
         (["algorithm.temperature=0.0"], r"temperature=0\.0: above 0"),
         (["data=gsm8k", "data.path=/nowhere"], r"/nowhere"),
         (["model=qwen2.5-32b", "model.source.path=/nowhere"], r"/nowhere|qwen2.5-32b|GB"),
+        (["model=folder"], r"Missing mandatory value: model\.source\.path"),
     ],
 )
 def test_known_wrong_settings_are_one_line_with_a_cure(
