@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qerl.model.shards import module_names
 from qerl.quant.nf4 import BLOCK_SIZE, NESTED_BLOCK_SIZE, NF4, NF4_VALUES, dynamic_values
 from qerl.quant.packed import PackedWeight
 
@@ -125,13 +126,17 @@ def read_config(config: Mapping[str, Any]) -> BitsAndBytes:
 
     Raises:
         ValueError: for 8-bit weights and for FP4.
+        TypeError, re.error: for skipped modules that are no list of patterns.
     """
     kind = config.get("bnb_4bit_quant_type", "fp4")
     if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
         raise ValueError(f"{METHOD} without load_in_4bit: only 4-bit weights are read")
     if kind != "nf4":
         raise ValueError(f"{METHOD} bnb_4bit_quant_type={kind}: nf4 is read")
+    skip = module_names(config, "llm_int8_skip_modules")
+    for entry in skip:
+        re.compile(entry)
     return BitsAndBytes(
         format=NF4(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))),
-        skip=tuple(config.get("llm_int8_skip_modules") or ()),
+        skip=skip,
     )

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qerl.model.shards import module_names
 from qerl.quant.e2m1 import E2M1_MAX
 from qerl.quant.mxfp4 import MXFP4
 from qerl.quant.nvfp4 import E4M3_MAX, NVFP4
@@ -253,6 +254,7 @@ def read_config(config: Mapping[str, Any]) -> CompressedTensors:
     Raises:
         ValueError: for formats other than NVFP4 and MXFP4, several at once, weights that are not
             compressed, and rotations or sparsity.
+        AttributeError, TypeError, re.error: for settings of other types than the library writes.
     """
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
@@ -268,11 +270,12 @@ def read_config(config: Mapping[str, Any]) -> CompressedTensors:
     if len(formats) != 1:
         found = ", ".join(format.name for format in formats) or "none"
         raise ValueError(f"{METHOD} with weights in {found}: exactly one format is read")
-    return CompressedTensors(
-        format=next(iter(formats)),
-        targets=tuple(target for group in groups for target in group["targets"]),
-        ignore=tuple(config.get("ignore") or ()),
-    )
+    targets = tuple(name for group in groups for name in module_names(group, "targets"))
+    ignore = module_names(config, "ignore")
+    for name in targets + ignore:
+        if name.startswith("re:"):
+            re.compile(name[3:])
+    return CompressedTensors(format=next(iter(formats)), targets=targets, ignore=ignore)
 
 
 def _group_format(group: Mapping[str, Any], config: Mapping[str, Any]) -> Format:

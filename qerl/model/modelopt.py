@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qerl.model.shards import json_object
+from qerl.model.shards import json_object, module_names
 from qerl.quant.nvfp4 import BLOCK_SIZE, NVFP4
 from qerl.quant.packed import Format, PackedWeight
 
@@ -108,6 +108,7 @@ def read_config(config: Mapping[str, Any]) -> ModelOpt:
 
     Raises:
         ValueError: for algorithms other than NVFP4.
+        TypeError: for excluded modules that are no list of names.
     """
     algorithm = config.get("quant_algo")
     if algorithm not in ALGORITHMS:
@@ -118,4 +119,4 @@ def read_config(config: Mapping[str, Any]) -> ModelOpt:
     size = config.get("group_size") or BLOCK_SIZE
     if size != BLOCK_SIZE:
         raise ValueError(f"{METHOD} {algorithm} with group_size={size}: {BLOCK_SIZE} is read")
-    return ModelOpt(exclude=tuple(config.get("exclude_modules") or config.get("ignore") or ()))
+    return ModelOpt(exclude=module_names(config, "exclude_modules", "ignore"))

@@ -6,6 +6,7 @@ tensor scale, also where linears read the same input. Activations are never quan
 its sampler compute with them in the compute dtype, whatever the config says of them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -64,23 +65,35 @@ _MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Packing]] = {
     bnb.METHOD: bnb.read_config,
 }
 
+_AGAIN = "bring config.json again"
+
 
 def read_packing(config: PretrainedConfig) -> Packing | None:
     """How the linears of a checkpoint are stored; None where they are dense.
 
     Raises:
-        ValueError: for a quantisation that is not read here.
+        ValueError: for a quantisation that is not read here, or settings of other types than
+            its library writes.
     """
-    settings: Mapping[str, Any] | None = config.to_dict().get("quantization_config")
+    settings = config.to_dict().get("quantization_config")
     if not settings:
         return None
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"quantization_config={settings!r} is no table of settings; {_AGAIN}")
     method = str(settings.get("quant_method"))
     if method not in _MAKERS:
         raise ValueError(
             f"checkpoint quantised by quant_method={method}: {', '.join(_MAKERS)} are read; "
             "take one of these, or the original bf16 weights"
         )
-    return _MAKERS[method](settings)
+    try:
+        return _MAKERS[method](settings)
+    except (AttributeError, TypeError, re.error) as error:
+        # values of another type than the library writes; each reader checks those it knows
+        raise ValueError(
+            f"quantization_config of {method} is not as its library writes it "
+            f"({type(error).__name__}: {error}); {_AGAIN}"
+        ) from error
 
 
 def check_quant(

@@ -196,6 +196,22 @@ def json_object(path: Path) -> dict[str, Any] | None:
     return held if isinstance(held, dict) else None
 
 
+def module_names(settings: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """The list of names under the first of these keys that has one; none where none has.
+
+    Raises:
+        TypeError: for anything else than a list of names. A lone name would read as a list of
+            its letters, which no module has.
+    """
+    for key in keys:
+        names = settings.get(key)
+        if names and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+            raise TypeError(f"{key}={names!r}: a list of names is read")
+        if names:
+            return tuple(names)
+    return ()
+
+
 def _shards(folder: Path) -> dict[str, str]:
     """File of every tensor."""
     index, single = folder / INDEX, folder / SINGLE

@@ -340,6 +340,16 @@ def test_another_format_than_the_checkpoints_is_refused_with_the_override_that_w
         ("bnb", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type=fp4"),
         ("bnb", {"load_in_4bit": False, "_load_in_4bit": False}, "without load_in_4bit"),
         ("bnb", {"llm_int8_skip_modules": ["lm_head"]}, "is stored dense"),
+        ("bnb", {"llm_int8_skip_modules": 3}, "of bitsandbytes is not as its library"),
+        ("ct-nvfp4", {"config_groups": ["group_0"]}, "of compressed-tensors is not as its library"),
+        ("ct-nvfp4", {"config_groups": {"group_0": 4}}, "not as its library.*config.json again"),
+        ("ct-nvfp4", {"config_groups": {"group_0": {"weights": {}, "targets": 1}}}, "in none"),
+        ("ct-nvfp4", {"ignore": 5}, "not as its library writes it"),
+        ("ct-nvfp4", {"ignore": [5]}, r"ignore=\[5\]: a list of names is read"),
+        ("ct-nvfp4", {"ignore": "lm_head"}, "ignore='lm_head': a list of names is read"),
+        ("ct-nvfp4", {"ignore": ["re:("]}, r"not as its library writes it \(.*missing \)"),
+        ("bnb", {"llm_int8_skip_modules": ["("]}, r"not as its library writes it \(.*missing \)"),
+        ("ct-nvfp4", {"sparsity_config": "dense"}, "not as its library writes it"),
     ],
 )
 def test_configs_that_are_not_read_are_refused(
@@ -412,3 +422,9 @@ def test_a_config_of_modelopt_that_cannot_be_read_is_refused_with_its_name(
     (tmp_path / "hf_quant_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: no quantization.*bring the file"):
         modelopt.config_of(tmp_path)
+
+
+def test_a_lone_name_is_no_list_of_its_letters() -> None:
+    """Else no module would match, and what is dense would be read as packed."""
+    with pytest.raises(TypeError, match="exclude_modules='lm_head': a list of names is read"):
+        modelopt.read_config({"quant_algo": "NVFP4", "exclude_modules": "lm_head"})
