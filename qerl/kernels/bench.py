@@ -69,6 +69,9 @@ class Layers:
             for layer in self.weights:
                 for name, weight in layer.items():
                     how, out = plans[name], self.outputs[name]
+                    if how.kernel == "dense":
+                        w4a16(self.inputs[name][: self.tokens], weight, how=how)
+                        continue
                     rows = self.tokens if how.kernel == "gemv" else how.padded_tokens
                     x = self.inputs[name][:rows]
                     parts = w4a16_parts(x, weight, self.tokens, how, self.space, out)
@@ -239,10 +242,10 @@ class LinearsBench:
     """Keys of `GEOMETRIES`."""
 
     tokens: Sequence[int] = (1, 8, 16, 32, 64, 128, 256)
-    """M: rows of x."""
+    """M: rows of x; above 256 weights are dequantised and multiplied by cuBLAS."""
 
     peers: Sequence[str] = ("cublas",)
-    """``cublas``, ``humming``, ``marlin``; the last two where they can be imported."""
+    """``cublas``, ``humming``, ``marlin``, ``bnb``; the last three where they are installed."""
 
     layers: int = 4
     """Layers whose weights rotate."""
@@ -263,7 +266,11 @@ class LinearsBench:
             self._ours(geometry, rows)
             for peer in self.peers:
                 for m, us in time_peer(peer, geometry, self.tokens, self.layers).items():
-                    rows.append(self._row(geometry, m, peer, us))
+                    failed = {"section": "failed", "geometry": geometry, "tokens": m}
+                    if isinstance(us, str):
+                        rows.append(failed | {"kernel": peer, "error": us})
+                    else:
+                        rows.append(self._row(geometry, m, peer, us))
                 torch.cuda.empty_cache()
 
     def _ours(self, geometry: str, rows: list[dict[str, Any]]) -> None:
@@ -271,6 +278,10 @@ class LinearsBench:
         for m in self.tokens:
             layers = Layers(geometry, m, self.layers, weights)
             weights = layers.weights
+            if "dense" in {how.kernel for how in layers.plans().values()}:
+                us = graph_us(layers.run(layers.plans(), summed=True)) / self.layers
+                rows.append(self._row(geometry, m, "qerl, bf16", us))
+                continue
             if self.repeats:
                 rows += [self._check(geometry, name, w, m) for name, w in weights[0].items()]
             times = time_ours(layers)

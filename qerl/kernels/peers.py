@@ -1,5 +1,6 @@
 """Other W4A16 kernels, and cuBLAS in bf16, on the same linears in the same process."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,13 +9,28 @@ from torch import Tensor
 
 from qerl.kernels.timing import graph_us, shapes
 
+logger = logging.getLogger(__name__)
 
-def time_peer(kind: str, geometry: str, tokens: Iterable[int], count: int = 4) -> dict[int, float]:
-    """Us a layer of a peer's linears: ``cublas`` (bf16), ``humming``, ``marlin`` (NVFP4)."""
+
+def time_peer(
+    kind: str, geometry: str, tokens: Iterable[int], count: int = 4
+) -> dict[int, float | str]:
+    """Us a layer of a peer's linears, or why there is no time; a peer's failure is the peer's.
+
+    Args:
+        kind: ``cublas`` (bf16), ``humming`` or ``marlin`` (NVFP4), ``bnb`` (bitsandbytes NF4).
+        geometry: key of `GEOMETRIES`.
+        tokens: M.
+        count: layers whose weights rotate.
+    """
+    if kind not in _PEERS:
+        raise ValueError(f"peer {kind!r}: {', '.join(_PEERS)}")
     make, call = _PEERS[kind]
-    linears = shapes(geometry)
-    layers = [{name: make(*shape) for name, shape in linears.items()} for _ in range(count)]
-    out = {}
+    linears, out = shapes(geometry), dict[int, float | str]()
+    try:
+        layers = [{name: make(*shape) for name, shape in linears.items()} for _ in range(count)]
+    except Exception as error:  # another project's code
+        return {m: _told(kind, error) for m in tokens}
     for m in tokens:
         inputs = {n: torch.randn(m, k, device="cuda").bfloat16() for n, (_, k) in linears.items()}
 
@@ -23,8 +39,18 @@ def time_peer(kind: str, geometry: str, tokens: Iterable[int], count: int = 4) -
                 for name, weight in layer.items():
                     call(inputs[name], weight)
 
-        out[m] = graph_us(step) / count
+        try:
+            out[m] = graph_us(step) / count
+        except Exception as error:
+            out[m] = _told(kind, error)
     return out
+
+
+def _told(kind: str, error: Exception) -> str:
+    """The first line of a peer's error."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    logger.warning("%s: %s", kind, line)
+    return line
 
 
 def _make_cublas(n: int, k: int) -> Tensor:
@@ -70,8 +96,23 @@ def _call_marlin(x: Tensor, layer: Any) -> object:
     return marlin.apply_fp4_marlin_linear(x, *parts, n, k)
 
 
+def _make_bnb(n: int, k: int) -> Any:
+    import bitsandbytes as bnb
+
+    return bnb.functional.quantize_4bit(_make_cublas(n, k), blocksize=64, quant_type="nf4")
+
+
+def _call_bnb(x: Tensor, weight: Any) -> object:
+    from bitsandbytes.autograd._functions import matmul_4bit
+
+    codes, state = weight
+    result: object = matmul_4bit(x, codes.t(), quant_state=state)
+    return result
+
+
 _PEERS: dict[str, tuple[Callable[[int, int], Any], Callable[[Tensor, Any], object]]] = {
     "cublas": (_make_cublas, torch.nn.functional.linear),
     "humming": (_make_humming, lambda x, layer: layer(x)),
     "marlin": (_make_marlin, _call_marlin),
+    "bnb": (_make_bnb, _call_bnb),
 }
