@@ -89,3 +89,36 @@ def silu_mul(
     if order == "mma":
         carve_shared(kernel)
     return out
+
+
+def gate_mul_reference(
+    gate: Float[Tensor, "S F"], up: Float[Tensor, "S F"]
+) -> Float[Tensor, "S F"]:
+    """The specification: silu(gate) is rounded to the dtype of `gate` before it is multiplied."""
+    return torch.nn.functional.silu(gate) * up
+
+
+@triton.jit
+def _gate_mul_kernel(gate_ptr, up_ptr, TOTAL, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    mask = at < TOTAL
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(gate_ptr + at, (silu * up).to(gate_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_mul_(gate: Float[Tensor, "S F"], up: Float[Tensor, "S F"]) -> Float[Tensor, "S F"]:
+    """silu(gate) * up in the place of `gate`, rounded where the policy's own SwiGLU rounds.
+
+    Args:
+        gate: bf16 (fp32 in tests), contiguous.
+        up: likewise.
+    """
+    if gate.shape != up.shape or not (gate.is_contiguous() and up.is_contiguous()):
+        raise ValueError(f"gate {tuple(gate.shape)}, up {tuple(up.shape)}: alike and contiguous")
+    if not runs_kernels(gate):
+        return gate.copy_(gate_mul_reference(gate, up))
+    total = gate.numel()
+    _gate_mul_kernel[(triton.cdiv(total, 4096),)](gate, up, total, B=4096, num_warps=8)
+    return gate

@@ -98,11 +98,32 @@ class Drawing:
             tokens = torch.tensor([t for p in part for t in p.prompt.tokens[p.start :]])  # [S]
             positions = torch.cat([torch.arange(p.start, len(p.prompt.tokens)) for p in part])
             attend = PrefillAttend(self._pool, part, flash=self._flash)
-            hidden = self._decoder(tokens.to(device), positions.to(device), attend)  # [S, D]
             ends = torch.tensor([len(p.prompt.tokens) - p.start for p in part]).cumsum(0) - 1
-            for prefill, last in zip(part, hidden[ends.to(device)], strict=True):
+            inputs = (tokens.to(device), positions.to(device), attend)
+            hidden = self._last_hidden(*inputs, ends.to(device))  # [prompts, D]
+            for prefill, last in zip(part, hidden, strict=True):
                 prefill.prompt.hidden = last
             self.prefill_tokens += len(tokens)
+
+    def _last_hidden(
+        self,
+        tokens: Int[Tensor, " S"],
+        positions: Int[Tensor, " S"],
+        attend: PrefillAttend,
+        ends: Int[Tensor, " P"],
+    ) -> Float[Tensor, "P D"]:
+        """Final hidden state of the tokens at `ends`, by fused kernels where they run."""
+        decoder, size = self._decoder, self._decoder.spec.head_dim
+        if (
+            decoder.device.type == "cuda"
+            and decoder.dtype == torch.bfloat16
+            and not size & size - 1
+        ):
+            from qerl.rollout.prefill import prefill_hidden  # triton, where nothing else needs it
+
+            return prefill_hidden(decoder, tokens, positions, attend, ends)
+        hidden: Tensor = decoder(tokens, positions, attend)  # [S, D]
+        return hidden[ends]
 
 
 class EagerCall(Drawing):

@@ -21,6 +21,7 @@ from qerl.kernels import (
     paged_attention,
     parts,
     rope,
+    rotate,
     sample,
     swiglu,
 )
@@ -122,6 +123,25 @@ def case_silu_mul_adds_parts() -> None:
             out = torch.full((M, 576), float("nan"))
             swiglu.silu_mul(some, out, order=order, pdl=0)
             close(out, swiglu.silu_mul_reference(some, order=order))
+
+
+def case_gate_mul_multiplies_in_place() -> None:
+    swiglu.runs_kernels = lambda x: True
+    gate, up = torch.randn(M, 1111) * 4, torch.randn(M, 1111)
+    want = swiglu.gate_mul_reference(gate, up)
+    assert swiglu.gate_mul_(gate, up) is gate
+    close(gate, want)
+
+
+def case_rotate_turns_and_norms_heads() -> None:
+    rotate.runs_kernels = lambda x: True
+    angles = torch.rand(M, 1, 32) * 6
+    for heads in (1, 6, 40):
+        for weight in (None, torch.rand(64)):
+            x = torch.randn(M, heads, 64)
+            want = rotate.rotate_reference(x, angles.cos(), angles.sin(), weight)
+            assert rotate.rotate_(x, angles.cos(), angles.sin(), weight) is x
+            close(x, want)
 
 
 def case_rope_rotates_and_stores() -> None:
