@@ -15,6 +15,7 @@ from qerl.kernels import (
     norm,
     paged_attention,
     rope,
+    rotate,
     sample,
     swiglu,
     w4a16,
@@ -46,6 +47,12 @@ SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         swiglu._silu_mul_kernel,
         (*PARTS, BF16),
         {"MMA": True, "B": 1024, "PDL": 1},
+    ),
+    "gate_mul": (swiglu._gate_mul_kernel, (BF16, BF16, 18944), {"B": 4096, "num_warps": 8}),
+    "rotate": (
+        rotate._rotate_kernel,
+        (BF16, F32, F32, F32, 1e-6, 28),
+        {"HB": 32, "D": 128, "NORM": True},
     ),
     "rope": (
         rope._rope_kernel,

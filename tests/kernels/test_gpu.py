@@ -14,7 +14,9 @@ from qerl.kernels.lora import add_adapter
 from qerl.kernels.nf4 import dequantize_nf4
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention, paged_attention_reference
+from qerl.kernels.rotate import rotate_, rotate_reference
 from qerl.kernels.sample import Draws, sample, sample_reference
+from qerl.kernels.swiglu import gate_mul_, gate_mul_reference
 from qerl.kernels.tiles import bucket, default_plan
 from qerl.kernels.w4a16 import Workspace, plan, w4a16
 from qerl.quant.mxfp4 import MXFP4
@@ -194,3 +196,22 @@ def test_chained_layers_repeat_bit_for_bit_in_a_graph(rows: int, rank: int) -> N
         first = layers.residual.clone() if first is None else first
         assert torch.equal(layers.residual, first)
     assert bool(first.isfinite().all())
+
+
+@pytest.mark.parametrize("heads", [1, 3, 28])
+@pytest.mark.parametrize("normed", [True, False])
+def test_prompts_are_turned_as_the_reference_turns_them(heads: int, normed: bool) -> None:
+    x = torch.randn(37, heads, 128, device="cuda").bfloat16()
+    angles = torch.rand(37, 1, 64, device="cuda") * 6
+    weight = torch.rand(128, device="cuda") if normed else None
+    want = rotate_reference(x, angles.cos(), angles.sin(), weight)
+    found = rotate_(x.clone(), angles.cos(), angles.sin(), weight)
+    assert relative(found, want) < 2e-3
+    assert torch.equal(found, rotate_(x.clone(), angles.cos(), angles.sin(), weight))
+
+
+@pytest.mark.parametrize("width", [576, 1536, 18944])
+def test_gates_are_multiplied_in_place(width: int) -> None:
+    gate, up = (torch.randn(37, width, device="cuda").bfloat16() for _ in range(2))
+    want = gate_mul_reference(gate, up)
+    assert relative(gate_mul_(gate.clone(), up), want) < 2e-3
