@@ -90,9 +90,10 @@ def read_packing(config: PretrainedConfig) -> Packing | None:
         return _MAKERS[method](settings)
     except (AttributeError, TypeError, re.error) as error:
         # values of another type than the library writes; each reader checks those it knows
+        own = f", or {modelopt.CONFIG_FILE} where that holds it" * (method == modelopt.METHOD)
         raise ValueError(
             f"quantization_config of {method} is not as its library writes it "
-            f"({type(error).__name__}: {error}); {_AGAIN}"
+            f"({type(error).__name__}: {error}); {_AGAIN}{own}"
         ) from error
 
 

@@ -33,6 +33,7 @@ from qerl.model import modelopt, toy
 from qerl.model.attention import ForestAttend
 from qerl.model.linear import LoRAConfig
 from qerl.model.load import load_policy
+from qerl.model.packing import read_packing
 from qerl.model.policy import Policy
 from qerl.model.source import HuggingFace
 from qerl.quant.bf16 import BF16
@@ -422,6 +423,18 @@ def test_a_config_of_modelopt_that_cannot_be_read_is_refused_with_its_name(
     (tmp_path / "hf_quant_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: no quantization.*bring the file"):
         modelopt.config_of(tmp_path)
+
+
+def test_settings_of_modelopt_of_other_types_name_both_files_that_may_hold_them() -> None:
+    config = transformers.PretrainedConfig(
+        quantization_config={
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "exclude_modules": "a",
+        }
+    )
+    with pytest.raises(ValueError, match=r"config\.json again, or hf_quant_config\.json"):
+        read_packing(config)
 
 
 def test_a_lone_name_is_no_list_of_its_letters() -> None:
