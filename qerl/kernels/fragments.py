@@ -1,6 +1,6 @@
-"""Gluon pieces that both W4A16 kernels share: spread words to bf16, E5M3 bytes to bf16 pairs.
+"""Gluon pieces that both W4A16 kernels share: words of codes to bf16, E5M3 bytes to bf16 pairs.
 
-Torch twins: `layout.unpack_word` and `layout.decode_e5m3`. One asm statement works on one 32-bit
+Torch twins: `layout.unpack_word`, `layout_nf4.unpack_word`, `layout.decode_e5m3`. One asm statement works on one 32-bit
 word: with several bytes a statement the compiler may choose which bytes share a register.
 """
 
@@ -43,6 +43,55 @@ def unpack(words, scales):
         }""",
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [words, scales],
+        dtype=(
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpack_nf4(words):
+    """Eight bf16 NF4 levels in column order from a word of plain nibbles. No scale."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 s,u,m,n,p,l,h,t;
+        and.b32 s, $8, 0x77777777;
+        shl.b32 u, $8, 4;
+        prmt.b32 m, u, $8, 0xD9C8;
+        prmt.b32 n, 0xCA063280, 0x00BA3D92, s;
+        prmt.b32 p, 0xAD7C25A3, 0x803910E2, s;
+        lop3.b32 l, p, n, m, 0xE4;
+        prmt.b32 n, 0xBEBFBFBF, 0x00BDBEBE, s;
+        prmt.b32 p, 0x3E3E3E3D, 0x3F3F3F3E, s;
+        lop3.b32 h, p, n, m, 0xE4;
+        prmt.b32 t, l, h, 0x5140;
+        mov.b32 {$0,$1}, t;
+        prmt.b32 t, l, h, 0x7362;
+        mov.b32 {$2,$3}, t;
+        shr.b32 s, s, 16;
+        prmt.b32 m, u, $8, 0xFBEA;
+        prmt.b32 n, 0xCA063280, 0x00BA3D92, s;
+        prmt.b32 p, 0xAD7C25A3, 0x803910E2, s;
+        lop3.b32 l, p, n, m, 0xE4;
+        prmt.b32 n, 0xBEBFBFBF, 0x00BDBEBE, s;
+        prmt.b32 p, 0x3E3E3E3D, 0x3F3F3F3E, s;
+        lop3.b32 h, p, n, m, 0xE4;
+        prmt.b32 t, l, h, 0x5140;
+        mov.b32 {$4,$5}, t;
+        prmt.b32 t, l, h, 0x7362;
+        mov.b32 {$6,$7}, t;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
         dtype=(
             gl.bfloat16,
             gl.bfloat16,

@@ -23,6 +23,7 @@ above is checked exhaustively in ``tests/kernels/test_layout.py``.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -53,6 +54,11 @@ _E5M3_BIAS = 10
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
     """A 4-bit matrix [N, K] in tile order. The E2M1 formats share it: NVFP4 and MXFP4."""
+
+    codes: ClassVar[str] = "e2m1"
+    """Key of its plans (`tiles`)."""
+
+    names: ClassVar[tuple[str, ...]] = ("words", "scales", "tensor_scale")
 
     shape: tuple[int, int]
     """(N, K) of the matrix itself, without padding."""
@@ -92,6 +98,10 @@ class TiledWeight:
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The stored tensors: words, scales, tensor scale."""
         return self.words, self.scales, self.tensor_scale
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the matmul kernels read."""
+        return self.parts()
 
     def to(self, device: torch.device | str) -> "TiledWeight":
         """The same weight on `device`."""

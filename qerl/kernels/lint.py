@@ -184,8 +184,14 @@ def read_code(kernel: Any) -> Report:
     )
 
 
-def compile_plan(plan: Plan, rank: int = 0) -> Any:
-    """The compiled kernel of a gemv or gemm plan, for sm_90a; `rank` of its adapter, 0 for none."""
+def compile_plan(plan: Plan, rank: int = 0, nf4: bool = False) -> Any:
+    """The compiled kernel of a gemv or gemm plan, for sm_90a.
+
+    Args:
+        plan: whose tiles to compile.
+        rank: of its adapter, 0 for none.
+        nf4: for NF4 instead of the E2M1 formats.
+    """
     # Imported here: an older or newer triton without Gluon's Hopper set fails in this function.
     from qerl.kernels import w4a16_gemm, w4a16_gemv
 
@@ -193,7 +199,7 @@ def compile_plan(plan: Plan, rank: int = 0) -> Any:
     with hopper_target():
         if plan.kernel == "gemv":
             return w4a16_gemv._gemv_kernel.warmup(
-                *(i32, i32, i32, f32, f32, i32, bf16),
+                *(i32, i32, f32 if nf4 else i32, f32, f32, i32, bf16),
                 *(bf16, f32, 3 * rank, 3584, 4096, 4),
                 *(5, 4608, 3584, plan.split),
                 RANK=rank,
@@ -202,6 +208,7 @@ def compile_plan(plan: Plan, rank: int = 0) -> Any:
                 T=1,
                 SUM=plan.split > 1,
                 PDL=plan.pdl,
+                NF4=nf4,
                 num_warps=plan.warps,
                 launch_pdl=plan.pdl > 0,
                 grid=(1, 1, 1),
@@ -224,6 +231,7 @@ def compile_plan(plan: Plan, rank: int = 0) -> Any:
             TG=plan.row_tiles,
             ST=plan.stages,
             PDL=plan.pdl,
+            NF4=nf4,
             num_warps=4 * plan.row_tiles,
             maxnreg=plan.registers,
             launch_pdl=plan.pdl > 0,
@@ -231,9 +239,9 @@ def compile_plan(plan: Plan, rank: int = 0) -> Any:
         )
 
 
-def check(plan: Plan, rank: int = 0) -> Report:
+def check(plan: Plan, rank: int = 0, nf4: bool = False) -> Report:
     """Compile `plan` and read its code."""
-    return read_code(compile_plan(plan, rank))
+    return read_code(compile_plan(plan, rank, nf4))
 
 
 def why_not() -> str | None:

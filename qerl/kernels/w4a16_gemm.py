@@ -32,8 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda as tlc
 
 from qerl.kernels.epilogue import add_lora
-from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack
-from qerl.kernels.layout import TiledWeight
+from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack, unpack_nf4
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4
 from qerl.kernels.lora import Adapter
 from qerl.kernels.tiles import Plan
 
@@ -88,6 +88,50 @@ def _load_scales(stage, TG: gl.constexpr):
         return stage.load(_scale_layout(TG))
 
 
+@gluon.constexpr_function
+def _absmax_layout(TG):
+    # floats: half 2 | block 2 | 8 rows of lanes, 4 lanes alike | row block 2 | 32-row tile
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]]
+    halves = [[0, 0, 1], [0, 0, 2]]
+    if TG == 1:  # the atom of `_load_scales`
+        return gl.DistributedLinearLayout(
+            [*halves, [0, 2, 0]], lanes, [[0, 1, 0], [1, 0, 0]], [], [2, 4, 32]
+        )
+    return gl.DistributedLinearLayout(
+        halves, lanes, [[0, 1, 0], *_tile_bits(TG)], [], [2 * TG, 2, 32]
+    )
+
+
+@gluon.jit
+def _load_absmax(stage, TG: gl.constexpr, mma: gl.constexpr):
+    """NF4's row scales [64 TG, 1] of both 64-blocks of a step."""
+    both = stage.load(_absmax_layout(TG))
+    if TG == 1:
+        both, _ = gl.split(both.reshape([2, 2, 2, 32]).permute([0, 2, 3, 1]))
+    both = both.to(gl.float32, bitcast=True).reshape([2 * TG, 2, 8, 2, 2])  # tile, b, r, k, h
+    g0, g1 = gl.split(both.permute([0, 1, 4, 2, 3]))  # tile, b, h, r
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    g0 = gl.convert_layout(g0.reshape([64 * TG]), rows, assert_trivial=True)
+    g1 = gl.convert_layout(g1.reshape([64 * TG]), rows, assert_trivial=True)
+    return g0[:, None], g1[:, None]
+
+
+@gluon.jit
+def _operand(a0, a1, a2, a3, a4, a5, a6, a7, TG: gl.constexpr, mma: gl.constexpr):  # noqa: PLR0913
+    """Unpacked words of one 64-block of columns as register operand A [64 TG, 64]."""
+    a = join8(a0, a1, a2, a3, a4, a5, a6, a7)
+    a = a.reshape([2 * TG, 2, 8, 4, 2, 2, 2, 2, 2])  # tile, b, r, c, h, q, p1, p0, e
+    a = a.permute([0, 1, 4, 2, 5, 6, 7, 3, 8]).reshape([64 * TG, 64])
+    return gl.convert_layout(a, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _levels(words, TG: gl.constexpr, mma: gl.constexpr):
+    """One 64-block of NF4 levels as register operand A."""
+    a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(words)
+    return _operand(a0, a1, a2, a3, a4, a5, a6, a7, TG, mma)
+
+
 @gluon.jit
 def _fragment(words, top, low, TG: gl.constexpr, mma: gl.constexpr):
     """One 64-block of columns as register operand A [64 TG, 64]."""
@@ -95,10 +139,7 @@ def _fragment(words, top, low, TG: gl.constexpr, mma: gl.constexpr):
     scales = gl.join(scales, scales).reshape([2 * TG, 8, 32])  # .., h, q
     scales = gl.convert_layout(scales, _word_layout(TG), assert_trivial=True)
     a0, a1, a2, a3, a4, a5, a6, a7 = unpack(words, scales)
-    a = join8(a0, a1, a2, a3, a4, a5, a6, a7)
-    a = a.reshape([2 * TG, 2, 8, 4, 2, 2, 2, 2, 2])  # tile, b, r, c, h, q, p1, p0, e
-    a = a.permute([0, 1, 4, 2, 5, 6, 7, 3, 8]).reshape([64 * TG, 64])
-    return gl.convert_layout(a, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    return _operand(a0, a1, a2, a3, a4, a5, a6, a7, TG, mma)
 
 
 @gluon.jit
@@ -155,30 +196,12 @@ def _producer(  # noqa: PLR0913
 
 
 @gluon.jit
-def _consumer(  # noqa: PLR0913
-    shared,
-    tensor_scale_ptr,
-    partial_ptr,
-    y_ptr,
-    adapter,
-    M,
-    N,
-    BM: gl.constexpr,
-    TG: gl.constexpr,
-    ST: gl.constexpr,
-    PDL: gl.constexpr,
-    RANK: gl.constexpr,
+def _sum_e2m1(  # noqa: PLR0913
+    shared, steps, BM: gl.constexpr, TG: gl.constexpr, ST: gl.constexpr, mma: gl.constexpr
 ):
+    """The sums [64 TG, BM] over a program's steps, without 2^8 and the tensor scale."""
     xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT = shared
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4 * TG, 1], instr_shape=[16, BM, 16]
-    )
     RT: gl.constexpr = 64 * TG
-    token, tile, _, steps, part = _item(MT, T, WHOLE, SPLIT)
-    tm = token * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
-    tn = tile * RT + gl.arange(0, RT, layout=gl.SliceLayout(1, mma))
-    last = (N - 1) // 32
-    g = 256.0 * gl.load(tensor_scale_ptr + gl.minimum(tn // 32, last))
     s = 0
     phase = 0
     acc = gl.zeros([RT, BM], gl.float32, layout=mma)
@@ -205,10 +228,85 @@ def _consumer(  # noqa: PLR0913
             s = 0
             phase ^= 1
     acc, a1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc, a1])
+    return acc
+
+
+@gluon.jit
+def _sum_nf4(  # noqa: PLR0913
+    shared, steps, BM: gl.constexpr, TG: gl.constexpr, ST: gl.constexpr, mma: gl.constexpr
+):
+    """As `_sum_e2m1`, scaled: each 64-block is summed on its own and added with its absmax.
+
+    One block's product is in flight while the next is unpacked; two would need registers that
+    large token tiles do not have.
+    """
+    xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT = shared
+    RT: gl.constexpr = 64 * TG
+    s = 0
+    phase = 0
+    acc = gl.zeros([RT, BM], gl.float32, layout=mma)
+    part = gl.zeros([RT, BM], gl.float32, layout=mma)  # of the block before
+    g1 = gl.zeros([RT], gl.float32, layout=gl.SliceLayout(1, mma))[:, None]
+    a1 = gl.zeros([RT, 64], gl.bfloat16, layout=gl.DotOperandLayout(0, mma, 2))
+    for j in range(steps):
+        mbarrier.wait(full.index(s), phase)
+        w0 = ws.index(s).slice(0, 8, dim=1).load(_word_layout(TG))
+        w1 = ws.index(s).slice(8, 8, dim=1).load(_word_layout(TG))
+        g0, g2 = _load_absmax(ss.index(s), TG, mma)
+        a0 = _levels(w0, TG, mma)
+        part, a1 = warpgroup_mma_wait(num_outstanding=0, deps=[part, a1])
+        if j > 0:  # the step before has been read out
+            mbarrier.arrive(empty.index(gl.where(s == 0, ST - 1, s - 1)), count=1)
+        acc += part * g1
+        x0 = xs.index(s).slice(0, 64, dim=1).permute((1, 0))
+        part = warpgroup_mma(a0, x0, part, use_acc=False, is_async=True)
+        a1 = _levels(w1, TG, mma)
+        part, a0 = warpgroup_mma_wait(num_outstanding=0, deps=[part, a0])
+        acc += part * g0
+        x1 = xs.index(s).slice(64, 64, dim=1).permute((1, 0))
+        part = warpgroup_mma(a1, x1, part, use_acc=False, is_async=True)
+        g1 = g2
+        s += 1
+        if s == ST:
+            s = 0
+            phase ^= 1
+    part, a1 = warpgroup_mma_wait(num_outstanding=0, deps=[part, a1])
+    return acc + part * g1
+
+
+@gluon.jit
+def _consumer(  # noqa: PLR0913
+    shared,
+    tensor_scale_ptr,
+    partial_ptr,
+    y_ptr,
+    adapter,
+    M,
+    N,
+    BM: gl.constexpr,
+    TG: gl.constexpr,
+    ST: gl.constexpr,
+    PDL: gl.constexpr,
+    RANK: gl.constexpr,
+    NF4: gl.constexpr,
+):
+    xs, ws, ss, full, empty, MT, T, WHOLE, SPLIT = shared
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4 * TG, 1], instr_shape=[16, BM, 16]
+    )
+    RT: gl.constexpr = 64 * TG
+    token, tile, _, steps, part = _item(MT, T, WHOLE, SPLIT)
+    tm = token * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
+    tn = tile * RT + gl.arange(0, RT, layout=gl.SliceLayout(1, mma))
+    if NF4:
+        out = _sum_nf4(shared, steps, BM, TG, ST, mma)
+    else:
+        last = (N - 1) // 32
+        g = 256.0 * gl.load(tensor_scale_ptr + gl.minimum(tn // 32, last))
+        out = _sum_e2m1(shared, steps, BM, TG, ST, mma) * g[:, None]
     if PDL:
         tlc.gdc_wait()  # y and the partials may still be read by the kernel before
         tlc.gdc_launch_dependents()
-    out = acc * g[:, None]
     if RANK > 0:  # noqa: SIM102 - known when compiling, the other is not
         if part <= 0:  # a whole tile, or the first part of one
             out = add_lora(out, xs.index(0), adapter, token, tile, M, N, RANK, BM, TG, mma)
@@ -246,6 +344,7 @@ def _gemm_kernel(  # noqa: PLR0913
     TG: gl.constexpr,
     ST: gl.constexpr,
     PDL: gl.constexpr,
+    NF4: gl.constexpr,
 ):
     """Grid (MT * items,); 4 TG warps and a producer; row tile 64 TG, token tile BM, K step 128.
 
@@ -279,6 +378,7 @@ def _gemm_kernel(  # noqa: PLR0913
                     ST,
                     PDL,
                     RANK,
+                    NF4,
                 ),
             ),
             (_producer, (xd, wd, sd, shared, BM, TG, ST, PDL, RANK)),
@@ -293,12 +393,12 @@ def _shared(bits: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 def descriptors(
-    x: Float[Tensor, "M K"], weight: TiledWeight, token_tile: int, row_tiles: int
+    x: Float[Tensor, "M K"], weight: Tiled, token_tile: int, row_tiles: int
 ) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """TMA descriptors of x, words and scales. Rows of x past its end read as zero, but slowly."""
     tiles, blocks = weight.words.shape[0], weight.words.shape[1]
     words = weight.words.view(tiles, blocks * 8, 32)
-    scales = weight.scales.view(tiles, blocks, 32)
+    scales = weight.operands()[1].view(tiles, blocks, 32)
     box = 4 if row_tiles == 1 else 2
     return (
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [token_tile, 128], _shared(16, 2)),
@@ -317,7 +417,7 @@ def descriptors(
 
 def launch_gemm(
     operands: tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor],
-    weight: TiledWeight,
+    weight: Tiled,
     y: Float[Tensor, "M N"],
     partials: Float[Tensor, " P"],
     tokens: int,
@@ -342,13 +442,13 @@ def launch_gemm(
     items = whole + (tiles - whole) * plan.split
     return _gemm_kernel[(items * token_tiles,)](
         *operands,
-        weight.tensor_scale,
+        weight.operands()[2],
         partials,
         y,
         *(adapter.places() if adapter else (y, y, 0, 0, 0)),
         tokens,
         n,
-        weight.scales.shape[1],
+        weight.words.shape[1] // 2,
         token_tiles,
         whole,
         plan.split,
@@ -357,6 +457,7 @@ def launch_gemm(
         TG=plan.row_tiles,
         ST=plan.stages,
         PDL=plan.pdl,
+        NF4=isinstance(weight, TiledNF4),
         num_warps=4 * plan.row_tiles,
         maxnreg=plan.registers,
         launch_pdl=plan.pdl > 0,

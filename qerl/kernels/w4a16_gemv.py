@@ -27,18 +27,23 @@ from qerl.kernels.fragments import (
     split_pair,
     thread_barrier,
     unpack,
+    unpack_nf4,
 )
-from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels.layout import dequantize_reference
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4, multiplied
 from qerl.kernels.lora import PARTS as MOST_PARTS
 from qerl.kernels.lora import Adapter
 from qerl.kernels.tiles import Plan
 
 
-def w4a16_reference(x: Float[Tensor, "M K"], weight: TiledWeight) -> Float[Tensor, "M N"]:
+def w4a16_reference(x: Float[Tensor, "M K"], weight: Tiled) -> Float[Tensor, "M N"]:
     """The specification: y = x Wᵀ in fp32, with weights that bf16 does not round.
 
-    They are those of the portable path where the tensor scale is a power of two.
+    They are those of the portable path where the tensor scale is a power of two. For NF4, bf16
+    rounds the level instead of the weight.
     """
+    if isinstance(weight, TiledNF4):
+        return x.float() @ multiplied(weight).T
     return x.float() @ dequantize_reference(weight, x.float().dtype).T
 
 
@@ -59,7 +64,15 @@ def _word_layout(NW, R):
 
 
 @gluon.constexpr_function
-def _scale_layout(NW, R):
+def _scale_layout(NW, R, NF4):
+    if NF4:  # floats: half 2 | block 2 | 8 rows of lanes, 4 lanes alike | row block R | warp NW
+        return gl.DistributedLinearLayout(
+            [[1], [2], *_powers(32, R)],
+            [[0], [0], [4], [8], [16]],
+            _powers(32 * R, NW),
+            [],
+            [32 * R * NW],
+        )
     # 32-bit words: lane 32 | row block R | warp NW
     return gl.DistributedLinearLayout(
         _powers(32, R), _powers(1, 32), _powers(32 * R, NW), [], [32 * R * NW]
@@ -79,14 +92,44 @@ def _x_layout(NW, T):
 
 
 @gluon.jit
+def _absmax(s, HIGH: gl.constexpr, NW: gl.constexpr, R: gl.constexpr, mma: gl.constexpr):
+    """The row scales [NW, 16 R, 1] of the first or second 64-block, from those of both."""
+    s = s.reshape([NW, R, 8, 2, 2]).permute([0, 1, 4, 2, 3])  # warp, b, h, r, k
+    first, second = gl.split(s)
+    if HIGH:
+        first = second
+    rows: gl.constexpr = gl.SliceLayout(2, mma)
+    return gl.convert_layout(first.reshape([NW, 16 * R]), rows, assert_trivial=True)[:, :, None]
+
+
+@gluon.jit
 def _step(  # noqa: PLR0913
-    acc, w, top, low, x, NW: gl.constexpr, R: gl.constexpr, T: gl.constexpr, mma: gl.constexpr
+    acc,
+    w,
+    s,
+    x,
+    HIGH: gl.constexpr,
+    NF4: gl.constexpr,
+    NW: gl.constexpr,
+    R: gl.constexpr,
+    T: gl.constexpr,
+    mma: gl.constexpr,
 ):
-    """Acc += W x for one 64-block a warp; top, low: lifted scales of rows r and r + 8."""
-    scales = gl.join(top, low)  # .., h
-    scales = gl.join(scales, scales).reshape([128 * R * NW])  # .., h, q
-    scales = gl.convert_layout(scales, _word_layout(NW, R), assert_trivial=True)
-    a0, a1, a2, a3, a4, a5, a6, a7 = unpack(w, scales)
+    """Acc += W x for one 64-block a warp, the first or second (HIGH) of those that s scales.
+
+    E2M1 scales the weights; NF4, with one scale a row, the sums of the block.
+    """
+    if NF4:
+        a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(w)
+    else:
+        if HIGH:
+            top, low = lift_high(s)
+        else:
+            top, low = lift_low(s)
+        scales = gl.join(top, low)  # .., h
+        scales = gl.join(scales, scales).reshape([128 * R * NW])  # .., h, q
+        scales = gl.convert_layout(scales, _word_layout(NW, R), assert_trivial=True)
+        a0, a1, a2, a3, a4, a5, a6, a7 = unpack(w, scales)
     a = join8(a0, a1, a2, a3, a4, a5, a6, a7)
     a = a.reshape([NW, R, 8, 4, 2, 2, 2, 2, 2])  # warp, b, r, c, h, q, p1, p0, e
     a = a.permute([0, 1, 4, 2, 5, 6, 7, 3, 8]).reshape([NW, 16 * R, 64])
@@ -95,7 +138,11 @@ def _step(  # noqa: PLR0913
     b = gl.join(x0, x1).reshape([T, 8, NW, 4, 4, 2, 2])  # t, r, warp, c, j, h, e
     b = b.permute([2, 4, 5, 3, 6, 0, 1]).reshape([NW, 64, 8 * T])
     b = gl.convert_layout(b, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
-    return mma_v2(a, b, acc)
+    if NF4:
+        part = mma_v2(a, b, gl.zeros([NW, 16 * R, 8 * T], gl.float32, layout=mma))
+        return acc + part * _absmax(s, HIGH, NW, R, mma)
+    else:
+        return mma_v2(a, b, acc)
 
 
 @gluon.jit
@@ -179,6 +226,7 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
     T: gl.constexpr,
     SUM: gl.constexpr,
     PDL: gl.constexpr,
+    NF4: gl.constexpr,
 ):
     """One program: 16 R rows, 8 T tokens, one of SPLIT parts of K. K % (128 NW) == 0.
 
@@ -202,7 +250,7 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
     i = gl.arange(0, WORDS, layout=_word_layout(NW, R))
     wp = words_ptr + (tile * (K // 64) + lo * (2 * NW)) * 256 + block * 128
     wp += i + i // (128 * R) * (512 - 128 * R)  # warp w reads 64-blocks 2 w and 2 w + 1 of a turn
-    i = gl.arange(0, 32 * R * NW, layout=_scale_layout(NW, R))
+    i = gl.arange(0, 32 * R * NW, layout=_scale_layout(NW, R, NF4))
     sp = scales_ptr + (tile * (K // 128) + lo * NW) * 64 + block * 32
     sp += i + i // (32 * R) * (64 - 32 * R)
     s = gl.load(sp, eviction_policy="evict_first")
@@ -226,23 +274,20 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
         wp += 512 * NW
         sp += 64 * NW
         xp += 64 * NW
-        top, low = lift_low(s)
-        acc = _step(acc, w0, top, low, x0, NW, R, T, mma)
+        acc = _step(acc, w0, s, x0, False, NF4, NW, R, T, mma)
         x0 = gl.load(xp)
         w0 = gl.load(wp, eviction_policy="evict_first")
         ahead = gl.load(sp, eviction_policy="evict_first")
-        top, low = lift_high(s)
-        acc = _step(acc, w1, top, low, x1, NW, R, T, mma)
+        acc = _step(acc, w1, s, x1, True, NF4, NW, R, T, mma)
         x1 = gl.load(xp + 32)
         w1 = gl.load(wp + 256, eviction_policy="evict_first")
         s = ahead
-    top, low = lift_low(s)
-    acc = _step(acc, w0, top, low, x0, NW, R, T, mma)
-    top, low = lift_high(s)
-    acc = _step(acc, w1, top, low, x1, NW, R, T, mma)
+    acc = _step(acc, w0, s, x0, False, NF4, NW, R, T, mma)
+    acc = _step(acc, w1, s, x1, True, NF4, NW, R, T, mma)
     if PDL == 1:
         tlc.gdc_launch_dependents()
-    acc = acc * (256.0 * gl.load(tensor_scale_ptr + tile))
+    if not NF4:
+        acc = acc * (256.0 * gl.load(tensor_scale_ptr + tile))
     if RANK > 0:
         if PDL:
             tlc.gdc_wait()
@@ -278,7 +323,7 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
 
 def launch_gemv(
     x: Float[Tensor, "M K"],
-    weight: TiledWeight,
+    weight: Tiled,
     y: Float[Tensor, "M N"],
     partials: Float[Tensor, " P"],
     counters: Tensor,
@@ -308,7 +353,7 @@ def launch_gemv(
     grid = (triton.cdiv(m, 8 * tokens), triton.cdiv(n, 16 * plan.blocks), plan.split)
     return _gemv_kernel[grid](
         x.view(dtype=counters.dtype),
-        *weight.parts(),
+        *weight.operands(),
         partials,
         counters,
         y,
@@ -323,6 +368,7 @@ def launch_gemv(
         T=tokens,
         SUM=plan.split > 1,
         PDL=plan.pdl,
+        NF4=isinstance(weight, TiledNF4),
         num_warps=plan.warps,
         launch_pdl=plan.pdl > 0,
     )
