@@ -59,19 +59,46 @@ def unpack(words, scales):
 
 
 @gluon.jit
-def unpack_nf4(words):
+def nf4_tables(any):
+    """Four of the eight words of the levels' bytes (`layout_nf4.planes`), kept in registers.
+
+    A PRMT takes one immediate; the other word of a table ptxas would move into a register again for
+    each lookup, eight instructions a word. It does not know that bit 31 of the mask of the lanes
+    before this one is 0.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 z;
+        mov.u32 z, %lanemask_lt;
+        shr.u32 z, z, 31;
+        xor.b32 $0, z, 0xCA063280;
+        xor.b32 $1, z, 0xAD7C25A3;
+        xor.b32 $2, z, 0xBEBFBFBF;
+        xor.b32 $3, z, 0x3E3E3E3D;
+        }""",
+        "=r,=r,=r,=r,r",
+        [any],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpack_nf4(words, tables):
     """Eight bf16 NF4 levels in column order from a word of plain nibbles. No scale."""
+    low0, low2, high0, high2 = tables
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 s,u,m,n,p,l,h,t;
         and.b32 s, $8, 0x77777777;
         shl.b32 u, $8, 4;
         prmt.b32 m, u, $8, 0xD9C8;
-        prmt.b32 n, 0xCA063280, 0x00BA3D92, s;
-        prmt.b32 p, 0xAD7C25A3, 0x803910E2, s;
+        prmt.b32 n, $9, 0x00BA3D92, s;
+        prmt.b32 p, $10, 0x803910E2, s;
         lop3.b32 l, p, n, m, 0xE4;
-        prmt.b32 n, 0xBEBFBFBF, 0x00BDBEBE, s;
-        prmt.b32 p, 0x3E3E3E3D, 0x3F3F3F3E, s;
+        prmt.b32 n, $11, 0x00BDBEBE, s;
+        prmt.b32 p, $12, 0x3F3F3F3E, s;
         lop3.b32 h, p, n, m, 0xE4;
         prmt.b32 t, l, h, 0x5140;
         mov.b32 {$0,$1}, t;
@@ -79,19 +106,19 @@ def unpack_nf4(words):
         mov.b32 {$2,$3}, t;
         shr.b32 s, s, 16;
         prmt.b32 m, u, $8, 0xFBEA;
-        prmt.b32 n, 0xCA063280, 0x00BA3D92, s;
-        prmt.b32 p, 0xAD7C25A3, 0x803910E2, s;
+        prmt.b32 n, $9, 0x00BA3D92, s;
+        prmt.b32 p, $10, 0x803910E2, s;
         lop3.b32 l, p, n, m, 0xE4;
-        prmt.b32 n, 0xBEBFBFBF, 0x00BDBEBE, s;
-        prmt.b32 p, 0x3E3E3E3D, 0x3F3F3F3E, s;
+        prmt.b32 n, $11, 0x00BDBEBE, s;
+        prmt.b32 p, $12, 0x3F3F3F3E, s;
         lop3.b32 h, p, n, m, 0xE4;
         prmt.b32 t, l, h, 0x5140;
         mov.b32 {$4,$5}, t;
         prmt.b32 t, l, h, 0x7362;
         mov.b32 {$6,$7}, t;
         }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
+        [words, low0, low2, high0, high2],
         dtype=(
             gl.bfloat16,
             gl.bfloat16,

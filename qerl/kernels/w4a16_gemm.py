@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda as tlc
 
 from qerl.kernels.epilogue import add_lora
-from qerl.kernels.fragments import join8, lift_scales, tma_load, unpack, unpack_nf4
+from qerl.kernels.fragments import join8, lift_scales, nf4_tables, tma_load, unpack, unpack_nf4
 from qerl.kernels.layout_nf4 import Tiled, TiledNF4
 from qerl.kernels.lora import Adapter
 from qerl.kernels.tiles import Plan
@@ -126,9 +126,9 @@ def _operand(a0, a1, a2, a3, a4, a5, a6, a7, TG: gl.constexpr, mma: gl.constexpr
 
 
 @gluon.jit
-def _levels(words, TG: gl.constexpr, mma: gl.constexpr):
+def _levels(words, tables, TG: gl.constexpr, mma: gl.constexpr):
     """One 64-block of NF4 levels as register operand A."""
-    a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(words)
+    a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(words, tables)
     return _operand(a0, a1, a2, a3, a4, a5, a6, a7, TG, mma)
 
 
@@ -245,6 +245,7 @@ def _sum_nf4(  # noqa: PLR0913
     s = 0
     phase = 0
     acc = gl.zeros([RT, BM], gl.float32, layout=mma)
+    tables = nf4_tables(steps)
     part = gl.zeros([RT, BM], gl.float32, layout=mma)  # of the block before
     g1 = gl.zeros([RT], gl.float32, layout=gl.SliceLayout(1, mma))[:, None]
     a1 = gl.zeros([RT, 64], gl.bfloat16, layout=gl.DotOperandLayout(0, mma, 2))
@@ -253,18 +254,20 @@ def _sum_nf4(  # noqa: PLR0913
         w0 = ws.index(s).slice(0, 8, dim=1).load(_word_layout(TG))
         w1 = ws.index(s).slice(8, 8, dim=1).load(_word_layout(TG))
         g0, g2 = _load_absmax(ss.index(s), TG, mma)
-        a0 = _levels(w0, TG, mma)
+        a0 = _levels(w0, tables, TG, mma)
         part, a1 = warpgroup_mma_wait(num_outstanding=0, deps=[part, a1])
         if j > 0:  # the step before has been read out
             mbarrier.arrive(empty.index(gl.where(s == 0, ST - 1, s - 1)), count=1)
         acc += part * g1
         x0 = xs.index(s).slice(0, 64, dim=1).permute((1, 0))
         part = warpgroup_mma(a0, x0, part, use_acc=False, is_async=True)
-        a1 = _levels(w1, TG, mma)
+        a1 = _levels(w1, tables, TG, mma)
         part, a0 = warpgroup_mma_wait(num_outstanding=0, deps=[part, a0])
         acc += part * g0
         x1 = xs.index(s).slice(64, 64, dim=1).permute((1, 0))
         part = warpgroup_mma(a1, x1, part, use_acc=False, is_async=True)
+        # Nothing is waited for: it makes the pending sum a tensor that a loop may carry.
+        part, a1 = warpgroup_mma_wait(num_outstanding=1, deps=[part, a1])
         g1 = g2
         s += 1
         if s == ST:

@@ -24,6 +24,7 @@ from qerl.kernels.fragments import (
     join8,
     lift_high,
     lift_low,
+    nf4_tables,
     split_pair,
     thread_barrier,
     unpack,
@@ -108,6 +109,7 @@ def _step(  # noqa: PLR0913
     w,
     s,
     x,
+    tables,
     HIGH: gl.constexpr,
     NF4: gl.constexpr,
     NW: gl.constexpr,
@@ -120,7 +122,7 @@ def _step(  # noqa: PLR0913
     E2M1 scales the weights; NF4, with one scale a row, the sums of the block.
     """
     if NF4:
-        a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(w)
+        a0, a1, a2, a3, a4, a5, a6, a7 = unpack_nf4(w, tables)
     else:
         if HIGH:
             top, low = lift_high(s)
@@ -266,6 +268,7 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
     i = lo * (64 * NW) + i + i // 32 * 32
     xp = x_ptr + gl.minimum(rm, M - 1)[:, None] * (K // 2) + i[None, :]
     acc = gl.zeros([NW, 16 * R, 8 * T], gl.float32, layout=mma)
+    tables = nf4_tables(M) if NF4 else 0
     if PDL and RANK == 0:
         tlc.gdc_wait()
     x0 = gl.load(xp)
@@ -274,16 +277,16 @@ def _gemv_kernel(  # noqa: C901, PLR0913, PLR0915
         wp += 512 * NW
         sp += 64 * NW
         xp += 64 * NW
-        acc = _step(acc, w0, s, x0, False, NF4, NW, R, T, mma)
+        acc = _step(acc, w0, s, x0, tables, False, NF4, NW, R, T, mma)
         x0 = gl.load(xp)
         w0 = gl.load(wp, eviction_policy="evict_first")
         ahead = gl.load(sp, eviction_policy="evict_first")
-        acc = _step(acc, w1, s, x1, True, NF4, NW, R, T, mma)
+        acc = _step(acc, w1, s, x1, tables, True, NF4, NW, R, T, mma)
         x1 = gl.load(xp + 32)
         w1 = gl.load(wp + 256, eviction_policy="evict_first")
         s = ahead
-    acc = _step(acc, w0, s, x0, False, NF4, NW, R, T, mma)
-    acc = _step(acc, w1, s, x1, True, NF4, NW, R, T, mma)
+    acc = _step(acc, w0, s, x0, tables, False, NF4, NW, R, T, mma)
+    acc = _step(acc, w1, s, x1, tables, True, NF4, NW, R, T, mma)
     if PDL == 1:
         tlc.gdc_launch_dependents()
     if not NF4:
