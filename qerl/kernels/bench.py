@@ -14,19 +14,23 @@ import torch
 import triton
 from torch import Tensor
 
+from qerl.kernels import layout_nf4
 from qerl.kernels.dequant import dequantize
 from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4, random_nf4
 from qerl.kernels.lint import compile_plan
 from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.peers import time_peer
-from qerl.kernels.tiles import Plan, plan_for
+from qerl.kernels.tiles import Codes, Plan, plan_for
 from qerl.kernels.timing import FLOPS_PER_US, READ_BYTES_PER_US, graph_us, shapes
 from qerl.kernels.w4a16 import Workspace, plan, sum_parts, w4a16, w4a16_parts
 
 
-def random_weight(shape: tuple[int, int], device: str = "cuda") -> TiledWeight:
+def random_weight(shape: tuple[int, int], device: str = "cuda", codes: Codes = "e2m1") -> Tiled:
     """A tiled weight of random codes and plausible scales; N % 64 == 0, K % 128 == 0."""
+    if codes == "nf4":
+        return random_nf4(shape, device)
     tiles, blocks = shape[0] // 32, shape[1] // 64
     low, high = -(2**31), 2**31 - 1
     words = torch.randint(low, high, (tiles, blocks, 256), dtype=torch.int32, device=device)
@@ -42,7 +46,8 @@ class Layers:
     geometry: str
     tokens: int
     count: int = 4
-    weights: list[dict[str, TiledWeight]] = field(default_factory=list)
+    codes: Codes = "e2m1"
+    weights: list[dict[str, Tiled]] = field(default_factory=list)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -50,10 +55,12 @@ class Layers:
         linears = shapes(self.geometry)
         if not self.weights:
             self.weights = [
-                {name: random_weight(shape) for name, shape in linears.items()}
+                {name: random_weight(shape, codes=self.codes) for name, shape in linears.items()}
                 for _ in range(self.count)
             ]
-        self.space = Workspace.allocate(list(linears.values()), max(self.tokens, 8))
+        self.space = Workspace.allocate(
+            list(linears.values()), max(self.tokens, 8), codes=self.codes
+        )
         for name, (n, k) in linears.items():
             rows = -(-self.tokens // 256) * 256
             self.inputs[name] = torch.randn(rows, k, device="cuda").bfloat16()
@@ -81,12 +88,19 @@ class Layers:
         return step
 
 
-def check_plan(weight: TiledWeight, tokens: int, how: Plan, repeats: int = 200) -> dict[str, Any]:
+def _multiplied(weight: Tiled) -> Tensor:
+    """[N, K]: the weights that the decode product stands for."""
+    return layout_nf4.multiplied(weight) if isinstance(weight, TiledNF4) else dequantize(weight)
+
+
+def check_plan(weight: Tiled, tokens: int, how: Plan, repeats: int = 200) -> dict[str, Any]:
     """Error of `w4a16` against float64 on poisoned output, and how many repeats differ in a bit."""
     n, k = weight.shape
     x = torch.randn(tokens, k, device="cuda").bfloat16()
-    want = x.double() @ dequantize(weight).double().T
-    space = Workspace.allocate([weight.shape], 256)
+    want = x.double() @ _multiplied(weight).double().T
+    space = Workspace.allocate([weight.shape], 256, codes=weight.codes)
+    if how.split * tokens * n > space.partials.numel():  # a plan that is not the table's
+        space = replace(space, partials=torch.empty(how.split * tokens * n, device="cuda"))
     first, differing, error = None, 0, 0.0
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     for _ in range(repeats):
@@ -123,7 +137,7 @@ def random_adapter(widths: Sequence[int], columns: int, rows: int, rank: int) ->
 
 
 def check_lora(
-    weight: TiledWeight, widths: Sequence[int], tokens: int, rank: int = 32, repeats: int = 200
+    weight: Tiled, widths: Sequence[int], tokens: int, rank: int = 32, repeats: int = 200
 ) -> dict[str, Any]:
     """As `check_plan`, of a norm and a matmul with an adapter launched one upon the other.
 
@@ -134,7 +148,7 @@ def check_lora(
     ones = torch.ones(k, device="cuda")
     x = torch.empty(256, k, dtype=torch.bfloat16, device="cuda")
     low = random_adapter(widths, k, tokens, rank)
-    space = Workspace.allocate([weight.shape], 256)
+    space = Workspace.allocate([weight.shape], 256, codes=weight.codes)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     rows = how.rows_read(tokens)
     add_rms_norm(None, residual, ones, 1e-6, x)
@@ -142,7 +156,7 @@ def check_lora(
     products = (given @ low.stacked.double().T).split(rank, 1)
     columns = low.b.double().split(list(widths))
     added = torch.cat([p @ b.T for p, b in zip(products, columns, strict=True)], 1)
-    want = given @ dequantize(weight).double().T + added
+    want = given @ _multiplied(weight).double().T + added
     first, differing = None, 0
     for _ in range(repeats):
         for tensor in (x, low.a, out, space.partials, low.partials):
@@ -158,9 +172,11 @@ def check_lora(
     return {"relative_error": error, "differing": differing, "counters_zero": zero}
 
 
-def check_dequantize(weight: TiledWeight) -> bool:
+def check_dequantize(weight: Tiled) -> bool:
     """True if the dequantise kernel equals the torch reference bit for bit."""
     out = torch.full(weight.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    if isinstance(weight, TiledNF4):
+        return torch.equal(dequantize(weight, out), layout_nf4.dequantize_reference(weight))
     return torch.equal(dequantize(weight, out), dequantize_reference(weight))
 
 
@@ -179,15 +195,18 @@ def time_ours(layers: Layers) -> dict[str, float]:
     }
 
 
-def precompile(plans: Iterable[Plan], rank: int = 0, processes: int = 16) -> None:
+def precompile(
+    plans: Iterable[Plan], rank: int = 0, processes: int = 16, codes: Codes = "e2m1"
+) -> None:
     """Fill triton's cache in parallel; a serial bench would compile for minutes.
 
     Args:
         plans: kernels of kind ``dense`` are left out.
         rank: of the adapters that the matmuls add; 0 for none.
         processes: at a time.
+        codes: of the weights.
     """
-    codes = {
+    distinct = {
         (
             *(p.kernel, p.split > 1, p.warps, p.blocks, p.pdl),
             *(p.token_tile, p.row_tiles, p.stages, p.registers),
@@ -196,19 +215,23 @@ def precompile(plans: Iterable[Plan], rank: int = 0, processes: int = 16) -> Non
         if p.kernel != "dense"
     }
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(partial(_compile, rank), codes.values(), chunksize=1)
+        pool.map(partial(_compile, rank, codes), distinct.values(), chunksize=1)
 
 
-def _compile(rank: int, how: Plan) -> None:
-    compile_plan(how, rank)
+def _compile(rank: int, codes: Codes, how: Plan) -> None:
+    compile_plan(how, rank, codes == "nf4")
 
 
 def tune(
-    shape: tuple[int, int], tokens: int, candidates: Iterable[Plan], summed: bool = True
+    shape: tuple[int, int],
+    tokens: int,
+    candidates: Iterable[Plan],
+    summed: bool = True,
+    codes: Codes = "e2m1",
 ) -> list[tuple[float, Plan]]:
     """Times of `candidates` on one linear, us, best first. Weights rotate over 240 MB."""
     count = max(2, int(240e6 / (shape[0] * shape[1] * 0.5625)))
-    weights = [random_weight(shape) for _ in range(count)]
+    weights = [random_weight(shape, codes=codes) for _ in range(count)]
     x = torch.randn(512, shape[1], device="cuda").bfloat16()
     out = torch.empty(tokens, shape[0], device="cuda", dtype=torch.bfloat16)
     rows = []
@@ -274,9 +297,9 @@ class LinearsBench:
                 torch.cuda.empty_cache()
 
     def _ours(self, geometry: str, rows: list[dict[str, Any]]) -> None:
-        weights: list[dict[str, TiledWeight]] = []
+        weights: list[dict[str, Tiled]] = []
         for m in self.tokens:
-            layers = Layers(geometry, m, self.layers, weights)
+            layers = Layers(geometry, m, self.layers, weights=weights)
             weights = layers.weights
             if "dense" in {how.kernel for how in layers.plans().values()}:
                 us = graph_us(layers.run(layers.plans(), summed=True)) / self.layers
@@ -290,7 +313,7 @@ class LinearsBench:
         del weights, layers
         torch.cuda.empty_cache()
 
-    def _check(self, geometry: str, name: str, weight: TiledWeight, m: int) -> dict[str, Any]:
+    def _check(self, geometry: str, name: str, weight: Tiled, m: int) -> dict[str, Any]:
         found = check_plan(weight, m, plan(weight, m), self.repeats)
         if found["differing"] or not found["relative_error"] < 3e-3 or not found["counters_zero"]:
             raise ValueError(f"wrong result: {found}; no time of this kernel counts")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.bench import precompile, random_adapter, random_weight
-from qerl.kernels.layout import TiledWeight
+from qerl.kernels.layout_nf4 import Tiled
 from qerl.kernels.lora import Adapter
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
@@ -61,7 +61,7 @@ class DecodeLayers:
         width, kv, mlp = GEOMETRIES[geometry]
         self.width, self.rank, self.rows = width, rank, batch.rows
         linears = shapes(geometry)
-        self.weights: list[dict[str, TiledWeight]] = [
+        self.weights: list[dict[str, Tiled]] = [
             {name: random_weight(shape) for name, shape in linears.items()} for _ in range(count)
         ]
         self.plans = {name: plan(self.weights[0][name], batch.rows) for name in linears}

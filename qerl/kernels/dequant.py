@@ -14,7 +14,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels import layout_nf4
+from qerl.kernels.layout import dequantize_reference
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4
+from qerl.kernels.nf4 import dequantize_tiles
 
 
 @triton.jit
@@ -50,13 +53,11 @@ def _dequantize_kernel(
     tl.store(out_ptr + row[:, None].to(tl.int64) * K + col[None, :], out, mask=mask)
 
 
-def dequantize(
-    weight: TiledWeight, out: Float[Tensor, "N K"] | None = None
-) -> Float[Tensor, "N K"]:
+def dequantize(weight: Tiled, out: Float[Tensor, "N K"] | None = None) -> Float[Tensor, "N K"]:
     """The bf16 matrix [N, K] of `weight`. Equal to `dequantize_reference` bit for bit.
 
     Args:
-        weight: tiled weight; a CPU weight takes the torch reference.
+        weight: tiled weight of either code; a CPU weight takes the torch reference.
         out: bf16 [N, K], contiguous, to write into.
     """
     n, k = weight.shape
@@ -64,6 +65,10 @@ def dequantize(
         out = torch.empty(n, k, dtype=torch.bfloat16, device=weight.device)
     if out.shape != (n, k) or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise ValueError(f"out {tuple(out.shape)} {out.dtype}: pass contiguous bf16 {(n, k)}")
+    if isinstance(weight, TiledNF4):
+        if not weight.words.is_cuda:
+            return out.copy_(layout_nf4.dequantize_reference(weight))
+        return dequantize_tiles(weight, out)
     if not weight.words.is_cuda:
         return out.copy_(dequantize_reference(weight))
     rows, cols = weight.padded
@@ -91,7 +96,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 def frozen_linear(
     x: Float[Tensor, "*rows K"],
-    weight: TiledWeight,
+    weight: Tiled,
     scratch: Float[Tensor, "N K"] | None = None,
 ) -> Float[Tensor, "*rows N"]:
     """Y = x Wᵀ for training and prefill: dequantise, cuBLAS, drop. dx = dy W likewise; no dW.

@@ -1,7 +1,8 @@
 """Gluon pieces that both W4A16 kernels share: words of codes to bf16, E5M3 bytes to bf16 pairs.
 
-Torch twins: `layout.unpack_word`, `layout_nf4.unpack_word`, `layout.decode_e5m3`. One asm statement works on one 32-bit
-word: with several bytes a statement the compiler may choose which bytes share a register.
+Torch twins: `layout.unpack_word`, `layout_nf4.unpack_word` and `layout.decode_e5m3`. One asm
+statement works on one 32-bit word: with several bytes a statement the compiler may choose which
+bytes share a register.
 """
 
 # Bodies of jitted functions are Triton, not Python: they carry no types.

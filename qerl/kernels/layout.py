@@ -23,7 +23,7 @@ above is checked exhaustively in ``tests/kernels/test_layout.py``.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -55,7 +55,7 @@ _E5M3_BIAS = 10
 class TiledWeight:
     """A 4-bit matrix [N, K] in tile order. The E2M1 formats share it: NVFP4 and MXFP4."""
 
-    codes: ClassVar[str] = "e2m1"
+    codes: ClassVar[Literal["e2m1", "nf4"]] = "e2m1"
     """Key of its plans (`tiles`)."""
 
     names: ClassVar[tuple[str, ...]] = ("words", "scales", "tensor_scale")

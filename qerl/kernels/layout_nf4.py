@@ -6,16 +6,16 @@ bytes, low and high, of two tables of eight; ``w & 0x77777777`` selects in the t
 code between them. That is 21 integer operations for eight weights; `unpack_word` is its twin.
 
 There is one scale a row and 64-block, so the product scales fp32 sums of blocks and not weights:
-``y = sum over blocks of absmax * (bf16(level) · x)``. absmax lies as ``[2 b][8 r][2 k][2 h]`` floats
-per 32 rows and 128 columns (k is the 64-block inside the 128, h the row half): a lane reads the
-four of its two rows in 16 bytes. 4.5 bits a weight, as many as NVFP4.
+``y = sum over blocks of absmax * (bf16(level) · x)``. absmax lies as ``[2 b][8 r][2 k][2 h]``
+floats per 32 rows and 128 columns (k is the 64-block inside the 128, h the row half): a lane reads
+the four of its two rows in 16 bytes. 4.5 bits a weight, as many as NVFP4.
 
 What `dequantize_reference` gives, ``bf16(level * absmax)``, is the format's own and what training
 multiplies; the decode product rounds the level and not the weight, by as much.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -30,7 +30,7 @@ from qerl.quant.packed import PackedWeight
 class TiledNF4:
     """An NF4 matrix [N, K] in tile order; N % 32 == 0 and K % 128 == 0."""
 
-    codes: ClassVar[str] = "nf4"
+    codes: ClassVar[Literal["e2m1", "nf4"]] = "nf4"
     """Key of its plans (`tiles`)."""
 
     names: ClassVar[tuple[str, ...]] = ("words", "absmax")
@@ -141,17 +141,20 @@ def planes() -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
     levels = torch.tensor(NF4_VALUES).bfloat16().view(torch.uint8).view(16, 2)
     found = []
     for plane in levels.T.tolist():
-        words = [plane[i] | plane[i + 1] << 8 | plane[i + 2] << 16 | plane[i + 3] << 24
-                 for i in range(0, 16, 4)]
+        words = [
+            plane[i] | plane[i + 1] << 8 | plane[i + 2] << 16 | plane[i + 3] << 24
+            for i in range(0, 16, 4)
+        ]
         found.append((words[0], words[1], words[2], words[3]))
     return found[0], found[1]
 
 
 def prmt(a: Tensor | int, b: Tensor | int, selector: Tensor | int) -> Tensor:
     """PTX prmt.b32 in int64: nibble i of `selector` picks byte i, or eight copies of its sign."""
-    both = torch.as_tensor(a) & 0xFFFFFFFF, torch.as_tensor(b) & 0xFFFFFFFF
-    selector = torch.as_tensor(selector)
-    out = torch.zeros((), dtype=torch.int64)
+    device = next((t.device for t in (a, b, selector) if isinstance(t, Tensor)), None)
+    a, b, selector = (torch.as_tensor(t, device=device) for t in (a, b, selector))
+    both = a & 0xFFFFFFFF, b & 0xFFFFFFFF
+    out = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(4):
         nibble = (selector >> (4 * i)) & 15
         place = 8 * (nibble & 3)
@@ -194,7 +197,7 @@ def multiplied(weight: TiledNF4) -> Float[Tensor, "N K"]:
     """[N, K] fp32 = bf16(level) * absmax: the weights that the decode product stands for."""
     n, k = weight.shape
     tiles, blocks = n // ROWS, k // BLOCK_SIZE
-    levels = unpack_word(weight.words.cpu()).to(weight.device).float()
+    levels = unpack_word(weight.words).float()
     levels = levels.view(tiles, blocks, 2, 8, 4, 2, 16)  # tile, block, b, r, c, h, column
     levels = levels.permute(0, 2, 5, 3, 1, 4, 6).reshape(n, blocks, BLOCK_SIZE)
     return (levels * untile(weight)[1][..., None]).flatten(1)

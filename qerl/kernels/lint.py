@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from qerl.kernels.layout import TiledWeight
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4
 from qerl.kernels.tiles import Plan
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -214,12 +215,11 @@ def compile_plan(plan: Plan, rank: int = 0, nf4: bool = False) -> Any:
                 grid=(1, 1, 1),
             )
         x = torch.empty(max(plan.token_tile, 8), 256, dtype=bf16)
-        weight = TiledWeight(
-            (256, 256),
-            torch.empty(8, 4, 256, dtype=i32),
-            torch.empty(8, 2, 64, dtype=i32),
-            torch.empty(8, dtype=f32),
-        )
+        words = torch.empty(8, 4, 256, dtype=i32)
+        weight: Tiled = TiledNF4((256, 256), words, torch.empty(8, 2, 64, dtype=f32))
+        if not nf4:
+            scales, tensor_scale = torch.empty(8, 2, 64, dtype=i32), torch.empty(8, dtype=f32)
+            weight = TiledWeight((256, 256), words, scales, tensor_scale)
         operands = w4a16_gemm.descriptors(x, weight, plan.token_tile, plan.row_tiles)
         return w4a16_gemm._gemm_kernel.warmup(
             *operands,

@@ -1,8 +1,8 @@
-"""NF4 weights to bf16, bitwise what the format says. Their matmuls are cuBLAS on the result.
+"""NF4 weights to bf16, bitwise what the format says: from the checkpoint's bytes and from tiles.
 
-``w = NF4_VALUES[code] * (dynamic[absmax byte] * nested_absmax + nested_offset)``, in fp32. NF4 has
-no decode matmul here: its 16 levels need a table where E2M1 needs nine integer operations for eight
-weights, which is why it is kept for comparisons with QLoRA.
+``w = NF4_VALUES[code] * (dynamic[absmax byte] * nested_absmax + nested_offset)``, in fp32. Tiles
+(`layout_nf4`) hold the bracket in fp32. Training and prefill multiply the result with cuBLAS, and
+so does decode where a weight is not whole tiles.
 """
 
 # Bodies of jitted functions are Triton, not Python: they carry no types.
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.launch import runs_kernels
+from qerl.kernels.layout_nf4 import TiledNF4
 from qerl.quant.nf4 import BLOCK_SIZE, NESTED_BLOCK_SIZE, NF4_VALUES, dynamic_values
 from qerl.quant.packed import PackedWeight
 
@@ -94,5 +95,33 @@ def dequantize_nf4(
         B=1024,
         num_warps=4,
         enable_fp_fusion=False,  # torch rounds the product before it adds
+    )
+    return out
+
+
+@triton.jit
+def _tiles_kernel(words_ptr, absmax_ptr, value_ptr, out_ptr, K, BLOCKS, KB: tl.constexpr):
+    """One program: 32 rows x 64 KB columns. Words [N/32, BLOCKS, 2 b, 8 r, 4 c, 2 h, 2 q]."""
+    tile = tl.program_id(1)
+    block = tl.program_id(0) * KB
+    base = (tile * BLOCKS + block).to(tl.int64)
+    w = tl.load(words_ptr + base * 256 + tl.arange(0, KB * 256), eviction_policy="evict_first")
+    s = tl.load(absmax_ptr + base * 32 + tl.arange(0, KB * 32), eviction_policy="evict_first")
+    s = s.reshape(KB // 2, 2, 8, 2, 2).permute(0, 3, 1, 2, 4)  # kk, k, b, r, h
+    code = (w.reshape(KB * 256, 1) >> (4 * tl.arange(0, 8))[None, :]) & 15
+    level = tl.load(value_ptr + code).reshape(KB, 2, 8, 4, 2, 16)  # k, b, r, c, h, column
+    out = (level * s.reshape(KB, 2, 8, 1, 2, 1)).to(out_ptr.dtype.element_ty)
+    out = out.permute(1, 4, 2, 0, 3, 5).reshape(32, 64 * KB)  # b, h, r | k, c, column
+    row = tile * 32 + tl.arange(0, 32)
+    col = block * 64 + tl.arange(0, 64 * KB)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * K + col[None, :], out)
+
+
+def dequantize_tiles(weight: TiledNF4, out: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+    """`layout_nf4.dequantize_reference` of a weight on a GPU, bit for bit, into `out`."""
+    n, k = weight.shape
+    blocks = 4 if k % 256 == 0 else 2  # 64-column blocks a program
+    _tiles_kernel[(k // (64 * blocks), n // 32)](
+        *weight.parts(), _values(weight.device), out, k, k // 64, KB=blocks, num_warps=4
     )
     return out

@@ -13,6 +13,7 @@ from typing import Any, Literal
 TABLE = Path(__file__).with_name("tiles.json")
 BUCKETS = (8, 16, 32, 64, 128, 256)  # largest number of tokens that each plan serves
 Kernel = Literal["gemv", "gemm", "dense"]
+Codes = Literal["e2m1", "nf4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Plan:
 
 @cache
 def table() -> dict[str, Any]:
-    """GPU name -> "NxK" -> bucket -> fields of a `Plan`."""
+    """GPU name -> "NxK" ("nf4 NxK") -> bucket -> fields of a `Plan`."""
     loaded: dict[str, Any] = json.loads(TABLE.read_text())
     return loaded
 
@@ -86,22 +87,26 @@ def bucket(tokens: int) -> int:
     )
 
 
-def plan_for(gpu: str, shape: tuple[int, int], tokens: int) -> Plan:
+def plan_for(gpu: str, shape: tuple[int, int], tokens: int, codes: Codes = "e2m1") -> Plan:
     """The measured plan of `shape` on `gpu`, or the rule's where nobody measured it.
 
     Args:
         gpu: `torch.cuda.get_device_name()`.
         shape: (N, K).
         tokens: rows of x; above 256 the plan is dense.
+        codes: of the weight.
     """
     if tokens > BUCKETS[-1]:
         return Plan(kernel="dense", tokens=tokens)
     size = bucket(tokens)
-    fields = table().get(gpu, {}).get(f"{shape[0]}x{shape[1]}", {}).get(str(size))
-    return Plan(**fields) if fields else default_plan(shape, size)
+    key = f"{shape[0]}x{shape[1]}" if codes == "e2m1" else f"{codes} {shape[0]}x{shape[1]}"
+    fields = table().get(gpu, {}).get(key, {}).get(str(size))
+    return Plan(**fields) if fields else default_plan(shape, size, codes=codes)
 
 
-def default_plan(shape: tuple[int, int], tokens: int, processors: int = 132) -> Plan:
+def default_plan(
+    shape: tuple[int, int], tokens: int, processors: int = 132, codes: Codes = "e2m1"
+) -> Plan:
     """A plan by rule: fill the chip about four times (gemv) or twice (gemm) over."""
     n, k = shape
     if k % 64:
@@ -113,6 +118,8 @@ def default_plan(shape: tuple[int, int], tokens: int, processors: int = 132) -> 
     split = max(1, min(steps // 2, round(2 * processors / tiles), 8))
     tile = max(16, min(tokens, 128))
     stages, registers = {16: (4, 80), 32: (4, 64), 64: (3, 80), 128: (3, 128)}[tile]
+    if codes == "nf4":  # a second accumulator
+        registers = {16: 80, 32: 80, 64: 112, 128: 200}[tile]
     return Plan(
         kernel="gemm",
         tokens=tokens,

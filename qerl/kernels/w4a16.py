@@ -28,10 +28,10 @@ from triton.language.extra import cuda as tlc
 
 from qerl.kernels.dequant import frozen_linear
 from qerl.kernels.launch import carve_shared, check_rows, gpu_name, is_hopper
-from qerl.kernels.layout import TiledWeight
+from qerl.kernels.layout_nf4 import Tiled
 from qerl.kernels.lora import Adapter, shrink, shrink_parts
 from qerl.kernels.parts import Parts, mma_column
-from qerl.kernels.tiles import BUCKETS, Plan, bucket, plan_for
+from qerl.kernels.tiles import BUCKETS, Codes, Plan, bucket, plan_for
 from qerl.kernels.w4a16_gemm import descriptors, launch_gemm
 from qerl.kernels.w4a16_gemv import launch_gemv
 
@@ -54,14 +54,17 @@ class Workspace:
 
     @staticmethod
     def allocate(
-        shapes: list[tuple[int, int]], tokens: int, device: torch.device | str = "cuda"
+        shapes: list[tuple[int, int]],
+        tokens: int,
+        device: torch.device | str = "cuda",
+        codes: Codes = "e2m1",
     ) -> "Workspace":
         """Scratch for linears of `shapes` (N, K) and up to `tokens` rows of x."""
         device = torch.device(device)
         partials = counters = width = 1
         largest = bucket(min(tokens, BUCKETS[-1]))
         for shape in shapes:
-            plans = [_plan(shape, size, device) for size in BUCKETS if size <= largest]
+            plans = [_plan(shape, size, device, codes) for size in BUCKETS if size <= largest]
             split = [p.split * p.tokens * shape[0] for p in plans if p.split > 1]
             partials = max([partials, *split])
             counters = max(counters, -(-shape[0] // 16))
@@ -73,15 +76,15 @@ class Workspace:
         )
 
 
-def _plan(shape: tuple[int, int], tokens: int, device: torch.device) -> Plan:
+def _plan(shape: tuple[int, int], tokens: int, device: torch.device, codes: Codes) -> Plan:
     if not is_hopper(device):
         return Plan(kernel="dense", tokens=tokens)
-    return plan_for(gpu_name(device), shape, tokens)
+    return plan_for(gpu_name(device), shape, tokens, codes)
 
 
-def plan(weight: TiledWeight, tokens: int) -> Plan:
+def plan(weight: Tiled, tokens: int) -> Plan:
     """The plan for `tokens` rows of x on the weight's device."""
-    return _plan(weight.shape, tokens, weight.device)
+    return _plan(weight.shape, tokens, weight.device, weight.codes)
 
 
 @triton.jit
@@ -123,7 +126,7 @@ def to_mma_order(
 
 def w4a16_parts(
     x: Float[Tensor, "rows K"],
-    weight: TiledWeight,
+    weight: Tiled,
     tokens: int,
     how: Plan,
     workspace: Workspace,
@@ -160,7 +163,7 @@ def w4a16_parts(
 
 def w4a16(
     x: Float[Tensor, "M K"],
-    weight: TiledWeight,
+    weight: Tiled,
     out: Float[Tensor, "M N"] | None = None,
     *,
     workspace: Workspace | None = None,
@@ -188,7 +191,7 @@ def w4a16(
         return y if out is None else out.copy_(y)
     if out is None:
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    space = workspace or Workspace.allocate([weight.shape], m, x.device)
+    space = workspace or Workspace.allocate([weight.shape], m, x.device, weight.codes)
     rows = x
     if how.order == "mma":
         padded = how.rows_read(m)

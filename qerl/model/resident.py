@@ -2,17 +2,18 @@
 
 Decode multiplies q, k, v at once, and gate, up at once. Their rows lie in one allocation, of which
 each linear holds its part as a view: training and decode read the same bytes, and a stacked matrix
-costs no memory. On Hopper, NVFP4 and MXFP4 are held in the order that the decode kernels read
-(`TiledWeight`), instead of the checkpoint's, never beside it.
+costs no memory. On Hopper, NVFP4, MXFP4 and NF4 are held in the order that the decode kernels read
+(`TiledWeight`, `TiledNF4`), instead of the checkpoint's, never beside it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qerl.kernels import layout_nf4
 from qerl.kernels.launch import is_hopper
 from qerl.kernels.layout import (
     COLS,
@@ -24,6 +25,7 @@ from qerl.kernels.layout import (
     to_e8m0,
     untile,
 )
+from qerl.kernels.layout_nf4 import Tiled, TiledNF4
 from qerl.quant.packed import Format, PackedWeight, check_dtype
 
 
@@ -33,7 +35,11 @@ class TiledPacked:
 
     format: Format
 
-    tiled: TiledWeight
+    tiled: Tiled
+
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """The checkpoint's tensors that tiles do not give back: NF4's absmax in 8 bits, whose fp32
+    values several bytes may share."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,6 +49,9 @@ class TiledPacked:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Copies of the checkpoint's tensors, made on each use: for hashes and exports."""
+        if isinstance(self.tiled, TiledNF4):
+            codes, absmax = layout_nf4.untile(self.tiled)
+            return {"codes": codes, "absmax": absmax, **self.kept}
         codes, scales = untile(self.tiled)
         if self.format.name == "mxfp4":
             return {"codes": codes, "block_scale": to_e8m0(scales, self.tiled.tensor_scale)}
@@ -59,7 +68,7 @@ class TiledPacked:
     @property
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
-        return self.tiled.nbytes
+        return self.tiled.nbytes + sum(tensor.nbytes for tensor in self.kept.values())
 
     def dequantize(self, dtype: torch.dtype) -> Float[Tensor, "N K"]:
         """The weights that the bytes stand for, in `dtype`."""
@@ -81,8 +90,8 @@ class TiledPacked:
 
     def data_ptrs(self) -> dict[str, int]:
         """Address of each stored tensor."""
-        names = ("words", "scales", "tensor_scale")
-        return {n: t.data_ptr() for n, t in zip(names, self.tiled.parts(), strict=True)}
+        stored = dict(zip(self.tiled.names, self.tiled.parts(), strict=True)) | dict(self.kept)
+        return {name: tensor.data_ptr() for name, tensor in stored.items()}
 
     def _rows_by_rows(self) -> PackedWeight:
         return PackedWeight(format=self.format, shape=self.shape, tensors=self.tensors)
@@ -95,10 +104,10 @@ Packed = PackedWeight | TiledPacked
 def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
     """Weights that multiply one x, as they shall lie in memory.
 
-    On a CUDA device with bf16 compute, NVFP4 and MXFP4 go to tile order (Hopper; N % 32 == 0 and
-    K % 128 == 0, so that nothing is padded), where MXFP4 takes 4.5 bits a weight; bf16 stays as it
-    is; all lie side by side. Everything else stays untouched, also linears of which a checkpoint
-    leaves some dense. Each keeps its own tensor scale.
+    On a CUDA device with bf16 compute, NVFP4, MXFP4 and NF4 go to tile order (Hopper; N % 32 == 0
+    and K % 128 == 0, so that nothing is padded), where all take 4.5 bits a weight, and NF4 its
+    8-bit absmax beside; bf16 stays as it is; all lie side by side. Everything else stays untouched,
+    also linears of which a checkpoint leaves some dense. Each keeps its own tensor scale.
     """
     weights = [weight for weight in packed if isinstance(weight, PackedWeight)]
     if len(weights) < len(packed):
@@ -108,7 +117,7 @@ def settle(packed: Sequence[Packed], dtype: torch.dtype) -> list[Packed]:
         return list(weights)
     if any(weight.format.name != first.format.name for weight in weights):
         return list(weights)
-    if is_hopper(first.device) and _whole_tiles(weights) and all(map(returns_whole, weights)):
+    if is_hopper(first.device) and _whole_tiles(weights) and all(map(_returns, weights)):
         return _tiled(weights)
     if first.format.name == "bf16" and len(weights) > 1:
         stacked = torch.cat([w.tensors["weight"] for w in weights])  # [sum N, K]
@@ -124,8 +133,15 @@ def _whole_tiles(weights: Sequence[PackedWeight]) -> bool:
     return all(w.shape[0] % ROWS == 0 and w.shape[1] % COLS == 0 for w in weights)
 
 
+def _returns(packed: PackedWeight) -> bool:
+    """Whether every byte can be had back from tile order; NF4 keeps what it could not."""
+    return packed.format.name == "nf4" or returns_whole(packed)
+
+
 def _tiled(weights: Sequence[PackedWeight]) -> list[Packed]:
-    """Views of one stacked tiled weight."""
+    """Views of one stacked tiled weight: weights of one format, of whole tiles."""
+    if weights[0].format.name == "nf4":
+        return _tiled_nf4(weights)
     stacked = TiledWeight.stack([from_packed(weight) for weight in weights])
     counts = [weight.shape[0] // ROWS for weight in weights]
     parts = zip(*(tensor.split(counts) for tensor in stacked.parts()), strict=True)
@@ -135,16 +151,31 @@ def _tiled(weights: Sequence[PackedWeight]) -> list[Packed]:
     ]
 
 
-def stacked(weights: Sequence[Packed]) -> TiledWeight | Float[Tensor, "N K"] | None:
+def _tiled_nf4(weights: Sequence[PackedWeight]) -> list[Packed]:
+    stacked = TiledNF4.stack([layout_nf4.tile(weight) for weight in weights])
+    counts = [weight.shape[0] // ROWS for weight in weights]
+    words, absmax = (tensor.split(counts) for tensor in stacked.parts())
+    found: list[Packed] = []
+    for weight, its_words, its_absmax in zip(weights, words, absmax, strict=True):
+        double = "nested_absmax" in weight.tensors
+        kept = {name: t for name, t in weight.tensors.items() if double and name != "codes"}
+        part = TiledNF4(weight.shape, its_words, its_absmax)
+        found.append(TiledPacked(format=weight.format, tiled=part, kept=kept))
+    return found
+
+
+def stacked(weights: Sequence[Packed]) -> Tiled | Float[Tensor, "N K"] | None:
     """The one matrix that `settle` laid side by side, as a view; None where they lie apart."""
     if all(isinstance(w, TiledPacked) for w in weights):
-        tiled = [w.tiled for w in weights if isinstance(w, TiledPacked)]
-        parts = [_joined([t.parts()[i] for t in tiled]) for i in range(3)]
-        words, scales, tensor_scale = parts
-        if words is None or scales is None or tensor_scale is None:
+        found = [w.tiled for w in weights if isinstance(w, TiledPacked)]
+        if len({type(t) for t in found}) > 1:
+            return None
+        parts = [_joined(some) for some in zip(*(t.parts() for t in found), strict=True)]
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts):
             return None
         shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
-        return TiledWeight(shape, words, scales, tensor_scale)
+        return type(found[0])(shape, *whole)
     if all(isinstance(w, PackedWeight) and w.format.name == "bf16" for w in weights):
         return _joined([w.tensors["weight"] for w in weights])
     return None

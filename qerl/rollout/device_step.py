@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qerl.kernels.advance import Rows, advance
-from qerl.kernels.layout import TiledWeight
+from qerl.kernels.layout_nf4 import TiledNF4
 from qerl.kernels.lora import Adapter, add_adapter, expand, shrink
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
@@ -20,7 +20,7 @@ from qerl.kernels.parts import Parts
 from qerl.kernels.rope import Heads, rope_and_store
 from qerl.kernels.sample import Draws, sample
 from qerl.kernels.swiglu import silu_mul
-from qerl.kernels.tiles import BUCKETS, Plan
+from qerl.kernels.tiles import BUCKETS, Codes, Plan
 from qerl.kernels.w4a16 import Workspace, plan, w4a16_parts
 from qerl.model.head import project
 from qerl.model.policy import Policy
@@ -106,7 +106,10 @@ class DeviceStep:
         self._q = buffer(rows, spec.heads, spec.head_dim)
         self._inputs = {name: buffer(BUCKETS[-1], k) for name, (_, k) in shapes.items()}
         self._outputs = {name: buffer(rows, n) for name, (n, _) in shapes.items()}
-        self._space = Workspace.allocate(list(shapes.values()), rows, device)
+        weights = [stack.weight for stack in stacks[0].values()]
+        nf4 = any(isinstance(weight, TiledNF4) for weight in weights)
+        codes: Codes = "nf4" if nf4 else "e2m1"
+        self._space = Workspace.allocate(list(shapes.values()), rows, device, codes)
         self._make_adapters(rows)
 
     def _make_adapters(self, rows: int) -> None:
@@ -143,7 +146,7 @@ class DeviceStep:
         for name in STACKS:
             weight = self._stacks[0][name].weight
             dense = Plan(kernel="dense", tokens=rows)
-            found[name] = plan(weight, rows) if isinstance(weight, TiledWeight) else dense
+            found[name] = dense if isinstance(weight, Tensor) else plan(weight, rows)
         return found
 
     def cut(self, rows: int, prompts: int) -> Cut:
@@ -222,7 +225,7 @@ class Bound:
         step, how, rows = self._step, self._plans[name], self._count
         stack, x, out = step._stacks[index][name], step._inputs[name], step._outputs[name][:rows]
         adapter = self._adapters.get((index, name))
-        if not isinstance(stack.weight, TiledWeight):
+        if isinstance(stack.weight, Tensor):
             return Parts.of(self._dense(x, stack.weight, out, adapter))
         return w4a16_parts(
             x[: how.rows_read(rows)], stack.weight, rows, how, step._space, out, adapter

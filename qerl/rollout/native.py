@@ -174,8 +174,9 @@ class NativeEngine:
         if found is None and wanted:
             raise ValueError(
                 f"graphs=true: page_size={size} and Dh={policy.spec.head_dim} must be powers of "
-                "two, pages of 16 or more, weights nvfp4, mxfp4 or bf16 (or "
-                "trainer.compute.shadow=true), compute in bf16; or graphs=null"
+                "two, pages of 16 or more, weights bf16 or whole tiles of nvfp4, mxfp4 or nf4 "
+                "(N % 32 == 0, K % 128 == 0; or trainer.compute.shadow=true), compute in bf16; "
+                "or graphs=null"
             )
         return found
 

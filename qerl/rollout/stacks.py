@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.kernels.layout import TiledWeight
+from qerl.kernels.layout_nf4 import Tiled
 from qerl.model.decoder import DecoderLayer
 from qerl.model.linear import Linear, LoRALinear, frozen
 from qerl.model.policy import Policy
@@ -34,7 +34,7 @@ class Stack:
 
     linears: tuple[Linear, ...]
 
-    weight: TiledWeight | Float[Tensor, "N K"]
+    weight: Tiled | Float[Tensor, "N K"]
 
     widths: tuple[int, ...]
     """N of each linear."""
@@ -57,11 +57,11 @@ class Stack:
     def of(linears: Sequence[Linear], dtype: torch.dtype) -> "Stack | None":
         """The stack of linears of one input, which are laid side by side if they are not yet.
 
-        None where their format has no kernel. On a CPU the weights are copied: for tests.
+        None where they are neither whole tiles nor dense. On a CPU weights are copied: for tests.
         """
         weights = [frozen(linear).packed for linear in linears]
         if weights[0].device.type == "cpu":
-            weight: TiledWeight | Tensor | None = torch.cat([w.dequantize(dtype) for w in weights])
+            weight: Tiled | Tensor | None = torch.cat([w.dequantize(dtype) for w in weights])
         else:
             weight = _side_by_side(linears, dtype)
         if weight is None:
@@ -96,10 +96,11 @@ class Stack:
 
 def _side_by_side(
     linears: Sequence[Linear], dtype: torch.dtype
-) -> TiledWeight | Float[Tensor, "N K"] | None:
+) -> Tiled | Float[Tensor, "N K"] | None:
     """One matrix over the bytes of `linears`, which hold parts of it from here on.
 
-    Where a format has no kernel, dense copies that are kept anyway (`Policy.set_shadow`) serve.
+    Where weights are not whole tiles, dense copies that are kept anyway (`Policy.set_shadow`)
+    serve.
     """
     bases = [frozen(linear) for linear in linears]
     found = stacked([base.packed for base in bases])

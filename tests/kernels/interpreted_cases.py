@@ -15,6 +15,7 @@ from qerl.kernels import (
     advance,
     dequant,
     layout,
+    layout_nf4,
     lora,
     nf4,
     norm,
@@ -69,6 +70,15 @@ def case_dequantize_is_bitwise_the_format() -> None:
                 grid = (cols // (64 * blocks), rows // 32)
                 dequant._dequantize_kernel[grid](*tiled.parts(), out, n, k, cols // 64, KB=blocks)
                 assert torch.equal(out, layout.dequantize_reference(tiled, torch.float32))
+
+
+def case_nf4_tiles_are_bitwise_the_format() -> None:
+    for n, k in ((64, 384), (32, 512)):
+        packed = NF4().quantize(torch.randn(n, k))
+        tiled = layout_nf4.tile(packed)
+        out = torch.full((n, k), float("nan"))
+        nf4.dequantize_tiles(tiled, out)
+        assert torch.equal(out, packed.dequantize(torch.float32))
 
 
 def case_nf4_is_bitwise_the_format() -> None:

@@ -12,6 +12,7 @@ from qerl.kernels import (
     dequant,
     lint,
     lora,
+    nf4,
     norm,
     paged_attention,
     rope,
@@ -20,7 +21,7 @@ from qerl.kernels import (
     swiglu,
     w4a16,
 )
-from qerl.kernels.tiles import Plan, table
+from qerl.kernels.tiles import Plan, default_plan, table
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 PARTS = (BF16, F32, 5, 4608, 128, 3)  # dense, cut, M, N, FIRST, SPLIT
@@ -31,6 +32,7 @@ SMALL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         (I32, I32, F32, BF16, 4608, 3584, 56),
         {"KB": 4},
     ),
+    "nf4_tiles": (nf4._tiles_kernel, (I32, F32, F32, BF16, 3584, 56), {"KB": 4}),
     "advance": (
         advance._advance_kernel,
         (I64, F32, *(I64,) * 12, F32, 512, 5, 2),
@@ -115,15 +117,21 @@ def test_small_kernels_compile_for_hopper_without_spills(name: str) -> None:
     assert lint.read_code(compiled).spills == 0
 
 
-def shipped_plans() -> list[Plan]:
-    """One plan for each distinct machine code among the measured ones."""
-    plans = [Plan(**f) for gpu in table().values() for s in gpu.values() for f in s.values()]
+def shipped_plans() -> list[tuple[Plan, bool]]:
+    """One plan for each distinct machine code among the measured ones; whether it is of NF4."""
+    plans = [
+        (Plan(**f), name.startswith("nf4"))
+        for gpu in table().values()
+        for name, s in gpu.items()
+        for f in s.values()
+    ]
     codes = {
         (
+            nf4,
             *(p.kernel, p.kernel == "gemv" and p.split > 1, p.token_tile, p.row_tiles),
             *(p.stages, p.registers, p.warps, p.blocks, p.pdl),
-        ): p
-        for p in plans
+        ): (p, nf4)
+        for p, nf4 in plans
     }
     return list(codes.values())
 
@@ -147,11 +155,24 @@ def test_no_pending_wgmma_operand_is_overwritten(plan: Plan, rank: int) -> None:
     assert lint.check(plan, rank).clean
 
 
+NF4 = [  # every token tile the rule takes, and the shapes of gemv
+    Plan(kernel="gemv", split=5, warps=4, blocks=1, pdl=2),
+    Plan(kernel="gemv", split=1, warps=4, blocks=2, pdl=1),
+    *(default_plan((4608, 3584), tokens, codes="nf4") for tokens in (16, 32, 64, 128)),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize("plan", NF4, ids=describe)
+def test_nf4_has_clean_machine_code(plan: Plan, rank: int) -> None:
+    assert lint.check(plan, rank, nf4=True).clean
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 32])
-@pytest.mark.parametrize("plan", shipped_plans(), ids=describe)
-def test_every_shipped_plan_has_clean_machine_code(plan: Plan, rank: int) -> None:
-    assert lint.check(plan, rank).clean
+@pytest.mark.parametrize("shipped", shipped_plans(), ids=lambda s: describe(s[0]) + "-nf4" * s[1])
+def test_every_shipped_plan_has_clean_machine_code(shipped: tuple[Plan, bool], rank: int) -> None:
+    assert lint.check(shipped[0], rank, nf4=shipped[1]).clean
 
 
 LOOP = """

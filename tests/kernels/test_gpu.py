@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qerl.kernels import layout
+from qerl.kernels import layout, layout_nf4
 from qerl.kernels.bench import check_dequantize, check_lora, check_plan, random_adapter
 from qerl.kernels.bench_layer import Batch, DecodeLayers
 from qerl.kernels.dequant import dequantize
@@ -48,6 +48,41 @@ def test_dequantise_is_bitwise_its_reference(
 def test_nf4_is_bitwise_its_format(double: bool) -> None:
     packed = NF4(double_quant=double).quantize(torch.randn(512, 3584, device="cuda"))
     assert torch.equal(dequantize_nf4(packed), packed.dequantize(torch.bfloat16))
+
+
+NF4_SHAPES = [(4608, 3584), (3584, 18944), (576, 1536), (192, 640), (96, 512)]
+
+
+@pytest.mark.parametrize("shape", NF4_SHAPES)
+def test_nf4_tiles_dequantise_bitwise(shape: tuple[int, int]) -> None:
+    assert check_dequantize(layout_nf4.random_nf4(shape))
+
+
+@pytest.mark.parametrize("shape", NF4_SHAPES)
+@pytest.mark.parametrize("tokens", [1, 5, 8, 9, 16, 31, 64, 100, 128, 200, 256])
+def test_200_runs_of_nf4_agree_too(shape: tuple[int, int], tokens: int) -> None:
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("the fused kernels need compute capability 9.0")
+    weight = layout_nf4.random_nf4(shape)
+    found = check_plan(weight, tokens, plan(weight, tokens))
+    assert found["differing"] == 0
+    assert found["counters_zero"]
+    assert found["relative_error"] < 3e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 31, 100, 256])
+@pytest.mark.parametrize(
+    ("shape", "widths"), [((4608, 3584), (3584, 512, 512)), ((192, 640), (96, 32, 64))]
+)
+def test_adapters_of_nf4_are_added(
+    shape: tuple[int, int], widths: tuple[int, ...], tokens: int
+) -> None:
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("the fused kernels need compute capability 9.0")
+    found = check_lora(layout_nf4.random_nf4(shape), widths, tokens)
+    assert found["differing"] == 0
+    assert found["counters_zero"]
+    assert found["relative_error"] < 4e-3
 
 
 @pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944), (576, 1536), (192, 576), (96, 640)])

@@ -1,5 +1,6 @@
 """The front door on a CPU: the portable path, its gradient, the plans, and the parts of a split."""
 
+import itertools
 import json
 import logging
 
@@ -80,9 +81,12 @@ def test_plans_off_hopper_are_dense() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 128, 129, 256])
 def test_every_plan_can_serve_its_shape(tokens: int) -> None:
-    measured = [tuple(map(int, name.split("x"))) for name in tiles.table()[HOPPER]]
-    for n, k in [*measured, (576, 576), (192, 576), (1536, 576), (1152, 896), (896, 4864)]:
-        how = tiles.plan_for(HOPPER, (n, k), tokens)
+    names = [name.removeprefix("nf4 ") for name in tiles.table()[HOPPER]]
+    measured = [tuple(map(int, name.split("x"))) for name in names]
+    small = [(576, 576), (192, 576), (1536, 576), (1152, 896), (896, 4864)]
+    codes: tuple[tiles.Codes, ...] = ("e2m1", "nf4")
+    for (n, k), kind in itertools.product([*measured, *small], codes):
+        how = tiles.plan_for(HOPPER, (n, k), tokens, kind)
         assert how.tokens >= tokens
         if how.kernel == "gemv":
             assert k % (128 * how.warps) == 0

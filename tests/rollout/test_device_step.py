@@ -72,7 +72,7 @@ def tiled(monkeypatch):
             for layer in found
         ]
 
-    def space(shapes, tokens, device):
+    def space(shapes, tokens, device, codes):
         size = 3 * tokens * max(n for n, _ in shapes)
         return device_step.Workspace(*(torch.full((size,), torch.nan) for _ in range(3)))
 
