@@ -34,10 +34,48 @@ def test_prmt_replicates_signs_and_reads_four_nibbles_of_its_selector() -> None:
     assert int(found) == 0xFF22FF80  # sign of byte 5, byte 4, sign of byte 3, byte 3
 
 
-def test_the_kernel_holds_the_tables_of_the_twin() -> None:
+def run_asm(words: torch.Tensor) -> torch.Tensor:
+    """`fragments.unpack_nf4` executed line by line on int64 words: eight bf16 a word."""
     source = Path(str(fragments.__file__)).read_text()
-    words = {int(word, 16) for word in re.findall(r"0x[0-9A-F]{8}", source)}
-    assert {word for plane in layout_nf4.planes() for word in plane} <= words
+    tables = re.findall(r"xor\.b32 \$\d, z, (0x[0-9A-F]+)", source)
+    body = source[source.index("def unpack_nf4") :]
+    body = body[: body.index('"=h,=h')]
+    held: dict[str, torch.Tensor] = {"$8": words & 0xFFFFFFFF}
+    held |= {f"${9 + i}": torch.tensor(int(word, 16)) for i, word in enumerate(tables)}
+
+    def value(name: str) -> torch.Tensor:
+        return held[name] if name in held else torch.tensor(int(name, 0))
+
+    found: dict[int, torch.Tensor] = {}
+    for line in re.findall(r"^\s+((?:and|shl|shr|prmt|lop3|mov)\..*);$", body, re.MULTILINE):
+        name, rest = line.split(" ", 1)
+        into, *given = re.split(r",\s*(?![^{]*\})", rest)
+        if name == "mov.b32":
+            found[int(re.findall(r"\d+", into)[0])] = value(given[0])
+            continue
+        a, b, *more = (value(text) for text in given)
+        if name == "and.b32":
+            held[into] = a & b
+        elif name in ("shl.b32", "shr.b32"):
+            held[into] = (a << b if name == "shl.b32" else a >> b) & 0xFFFFFFFF
+        elif name == "prmt.b32":
+            held[into] = layout_nf4.prmt(a, b, more[0])
+        else:
+            mask, table = more  # bit 4 a + 2 b + c of the table is the result
+            assert name == "lop3.b32"
+            out = torch.zeros_like(words)
+            for i in range(8):
+                if int(table) >> i & 1:
+                    terms = [v if i >> p & 1 else ~v for v, p in ((a, 2), (b, 1), (mask, 0))]
+                    out = out | (terms[0] & terms[1] & terms[2])
+            held[into] = out & 0xFFFFFFFF
+    pairs = torch.stack([found[i] for i in (0, 2, 4, 6)], -1)
+    return pairs.to(torch.int32).view(torch.bfloat16)
+
+
+def test_the_kernels_asm_does_what_its_twin_does() -> None:
+    words = torch.randint(0, 2**32, (4096,))
+    assert torch.equal(run_asm(words), layout_nf4.unpack_word(words))
 
 
 @pytest.mark.parametrize("double", [True, False])
