@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from qerl.kernels import layout_nf4
-from qerl.kernels.dequant import dequantize
-from qerl.kernels.layout import TiledWeight, dequantize_reference
+from qerl.kernels.dequant import dequantize, specified
+from qerl.kernels.layout import TiledWeight
 from qerl.kernels.layout_nf4 import Tiled, TiledNF4, random_nf4
 from qerl.kernels.lint import compile_plan
 from qerl.kernels.lora import Adapter
@@ -175,9 +175,7 @@ def check_lora(
 def check_dequantize(weight: Tiled) -> bool:
     """True if the dequantise kernel equals the torch reference bit for bit."""
     out = torch.full(weight.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
-    if isinstance(weight, TiledNF4):
-        return torch.equal(dequantize(weight, out), layout_nf4.dequantize_reference(weight))
-    return torch.equal(dequantize(weight, out), dequantize_reference(weight))
+    return torch.equal(dequantize(weight, out), specified(weight))
 
 
 def floor_us(geometry: str, tokens: int) -> float:
@@ -289,8 +287,8 @@ class LinearsBench:
             self._ours(geometry, rows)
             for peer in self.peers:
                 for m, us in time_peer(peer, geometry, self.tokens, self.layers).items():
-                    failed = {"section": "failed", "geometry": geometry, "tokens": m}
                     if isinstance(us, str):
+                        failed = {"section": "failed", "geometry": geometry, "tokens": m}
                         rows.append(failed | {"kernel": peer, "error": us})
                     else:
                         rows.append(self._row(geometry, m, peer, us))
@@ -301,8 +299,9 @@ class LinearsBench:
         for m in self.tokens:
             layers = Layers(geometry, m, self.layers, weights=weights)
             weights = layers.weights
-            if "dense" in {how.kernel for how in layers.plans().values()}:
-                us = graph_us(layers.run(layers.plans(), summed=True)) / self.layers
+            plans = layers.plans()
+            if "dense" in {how.kernel for how in plans.values()}:
+                us = graph_us(layers.run(plans, summed=True)) / self.layers
                 rows.append(self._row(geometry, m, "qerl, bf16", us))
                 continue
             if self.repeats:

@@ -53,8 +53,15 @@ def _dequantize_kernel(
     tl.store(out_ptr + row[:, None].to(tl.int64) * K + col[None, :], out, mask=mask)
 
 
+def specified(weight: Tiled) -> Float[Tensor, "N K"]:
+    """The specification of `dequantize`: the torch reference of the weight's codes."""
+    if isinstance(weight, TiledNF4):
+        return layout_nf4.dequantize_reference(weight)
+    return dequantize_reference(weight)
+
+
 def dequantize(weight: Tiled, out: Float[Tensor, "N K"] | None = None) -> Float[Tensor, "N K"]:
-    """The bf16 matrix [N, K] of `weight`. Equal to `dequantize_reference` bit for bit.
+    """The bf16 matrix [N, K] of `weight`. Equal to `specified` bit for bit.
 
     Args:
         weight: tiled weight of either code; a CPU weight takes the torch reference.
@@ -65,12 +72,10 @@ def dequantize(weight: Tiled, out: Float[Tensor, "N K"] | None = None) -> Float[
         out = torch.empty(n, k, dtype=torch.bfloat16, device=weight.device)
     if out.shape != (n, k) or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise ValueError(f"out {tuple(out.shape)} {out.dtype}: pass contiguous bf16 {(n, k)}")
-    if isinstance(weight, TiledNF4):
-        if not weight.words.is_cuda:
-            return out.copy_(layout_nf4.dequantize_reference(weight))
-        return dequantize_tiles(weight, out)
     if not weight.words.is_cuda:
-        return out.copy_(dequantize_reference(weight))
+        return out.copy_(specified(weight))
+    if isinstance(weight, TiledNF4):
+        return dequantize_tiles(weight, out)
     rows, cols = weight.padded
     blocks = 4 if cols % 256 == 0 else 2  # 64-column blocks a program
     _dequantize_kernel[(cols // (64 * blocks), rows // 32)](

@@ -21,14 +21,16 @@ Source: the order and the bit tiling were found by search and measured on an H20
 above is checked exhaustively in ``tests/kernels/test_layout.py``.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Self
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
+from qerl.kernels.tiles import Codes
 from qerl.quant.packed import PackedWeight
 
 ROWS = 32  # rows of a tile; N is padded to a multiple with zero blocks
@@ -51,12 +53,64 @@ E5M3_LARGEST_EXPONENT = 19  # s * 2^118 must stay below the largest bf16
 _E5M3_BIAS = 10
 
 
+class TileOrder:
+    """A matrix [N, K] in tile order, whatever its codes: its tensors, moved and joined alike."""
+
+    __slots__ = ()
+
+    codes: ClassVar[Codes]
+    """Key of its plans (`tiles`)."""
+
+    names: ClassVar[tuple[str, ...]]
+    """Of the stored tensors, whose first axis counts row tiles."""
+
+    shape: tuple[int, int]
+
+    words: Int[Tensor, "T U 256"]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The stored tensors, in the order of `names`."""
+        return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes, padding included."""
+        return sum(t.numel() * t.element_size() for t in self.parts())
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], parts: Iterable[Tensor]) -> Self:
+        """The matrix [N, K] that stores `parts`, in the order of `names`."""
+        make: Callable[..., Self] = cls
+        return make(shape, *parts)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same weight on `device`."""
+        return self.of(self.shape, (t.to(device) for t in self.parts()))
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        """One matrix from several along N (q, k, v; gate, up); N % 32 == 0 but for the last."""
+        for weight in weights[:-1]:
+            if weight.shape[0] % ROWS:
+                raise ValueError(
+                    f"N={weight.shape[0]}: stacking needs N % {ROWS} == 0; stack before tile()"
+                )
+        if len({weight.shape[1] for weight in weights}) != 1:
+            raise ValueError(f"K={[w.shape[1] for w in weights]}: stacked weights need one K")
+        rows = sum(weight.shape[0] for weight in weights)
+        parts = zip(*(weight.parts() for weight in weights), strict=True)
+        return cls.of((rows, weights[0].shape[1]), map(torch.cat, parts))
+
+
 @dataclass(frozen=True, slots=True)
-class TiledWeight:
+class TiledWeight(TileOrder):
     """A 4-bit matrix [N, K] in tile order. The E2M1 formats share it: NVFP4 and MXFP4."""
 
-    codes: ClassVar[Literal["e2m1", "nf4"]] = "e2m1"
-    """Key of its plans (`tiles`)."""
+    codes: ClassVar[Codes] = "e2m1"
 
     names: ClassVar[tuple[str, ...]] = ("words", "scales", "tensor_scale")
 
@@ -75,7 +129,7 @@ class TiledWeight:
     def __post_init__(self) -> None:
         tiles, halves = -(-self.shape[0] // ROWS), -(-self.shape[1] // COLS)
         want = ((tiles, 2 * halves, 256), (tiles, halves, 64), (tiles,))
-        have = tuple(tuple(t.shape) for t in (self.words, self.scales, self.tensor_scale))
+        have = tuple(tuple(t.shape) for t in self.parts())
         if have != want:
             raise ValueError(
                 f"tiled parts have shapes {have}: {self.shape} needs {want}; use tile()"
@@ -86,43 +140,23 @@ class TiledWeight:
         """(N, K) rounded up to whole tiles, as the kernels see it."""
         return self.words.shape[0] * ROWS, self.words.shape[1] * 64
 
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes, padding included."""
-        return sum(t.numel() * t.element_size() for t in self.parts())
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The stored tensors: words, scales, tensor scale."""
-        return self.words, self.scales, self.tensor_scale
-
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the matmul kernels read."""
-        return self.parts()
+        return self.words, self.scales, self.tensor_scale
 
-    def to(self, device: torch.device | str) -> "TiledWeight":
-        """The same weight on `device`."""
-        words, scales, tensor_scale = (t.to(device) for t in self.parts())
-        return TiledWeight(self.shape, words, scales, tensor_scale)
 
-    @staticmethod
-    def stack(weights: "list[TiledWeight]") -> "TiledWeight":
-        """One matrix from several along N (q, k, v; gate, up); N % 32 == 0 but for the last."""
-        for weight in weights[:-1]:
-            if weight.shape[0] % ROWS:
-                raise ValueError(
-                    f"N={weight.shape[0]}: stacking needs N % {ROWS} == 0; stack before tile()"
-                )
-        if len({weight.shape[1] for weight in weights}) != 1:
-            raise ValueError(f"K={[w.shape[1] for w in weights]}: stacked weights need one K")
-        words, scales, tensor_scale = (
-            torch.cat(t) for t in zip(*(weight.parts() for weight in weights), strict=True)
-        )
-        rows = sum(weight.shape[0] for weight in weights)
-        return TiledWeight((rows, weights[0].shape[1]), words, scales, tensor_scale)
+def to_tiles(words: Int[Tensor, "N W"]) -> Int[Tensor, "T U 256"]:
+    """Words of eight codes [N, K/8], row by row, in tile order [N/32, K/64, 256]."""
+    tiles, blocks = words.shape[0] // ROWS, words.shape[1] // 8
+    words = words.view(tiles, 2, 2, 8, blocks, 4, 2)  # tile, b, h, r, k, c, q
+    return words.permute(0, 4, 1, 3, 5, 2, 6).reshape(tiles, blocks, 256).contiguous()
+
+
+def to_rows(tiled: Shaped[Tensor, "T U *any"]) -> Shaped[Tensor, "N W"]:
+    """What stands for the words [T, U, 256], or their columns [T, U, 256, 8], row by row."""
+    tiles, blocks = tiled.shape[:2]
+    tiled = tiled.view(tiles, blocks, 2, 8, 4, 2, -1)  # tile, k, b, r, c, h, words or columns
+    return tiled.permute(0, 2, 5, 3, 1, 4, 6).reshape(tiles * ROWS, -1)
 
 
 def mma_order(x: Float[Tensor, "M K"]) -> Float[Tensor, "M K"]:
@@ -232,11 +266,10 @@ def tile(
     codes = torch.where((scales > 0).repeat_interleave(BLOCK // 2, 1), codes, 0).to(torch.uint8)
     words = spread(pad(codes, ROWS, COLS // 2))  # [N, K/8]
     tiles, blocks = words.shape[0] // ROWS, words.shape[1] // 8
-    words = words.view(tiles, 2, 2, 8, blocks, 4, 2)  # tile, b, h, r, k, c, q
     scales = pad(scales, ROWS, COLS // BLOCK).view(tiles, 2, 2, 8, blocks // 2, 2, 4)
     return TiledWeight(
         shape=(n, k),
-        words=words.permute(0, 4, 1, 3, 5, 2, 6).reshape(tiles, blocks, 256).contiguous(),
+        words=to_tiles(words),
         scales=scales.permute(0, 4, 1, 3, 6, 5, 2)  # tile, kk, b, r, c, k, h
         .reshape(tiles, blocks // 2, 256)
         .contiguous()
@@ -249,8 +282,7 @@ def untile(weight: TiledWeight) -> tuple[Tensor, Tensor]:
     """Nibble pairs [N, K/2] and E5M3 bytes [N, K/16]: the inverse of `tile`."""
     (n, k), (rows, cols) = weight.shape, weight.padded
     tiles, blocks = rows // ROWS, cols // 64
-    words = weight.words.view(tiles, blocks, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
-    codes = gather_nibbles(words.reshape(rows, cols // 8).contiguous())  # [rows, cols/2]
+    codes = gather_nibbles(to_rows(weight.words))  # [rows, cols/2]
     scales = weight.scales.view(torch.uint8).view(tiles, blocks // 2, 2, 8, 4, 2, 2)
     scales = scales.permute(0, 2, 6, 3, 1, 5, 4).reshape(rows, cols // BLOCK)
     return codes[:n, : k // 2].contiguous(), scales[:n, : k // BLOCK].contiguous()
@@ -345,8 +377,7 @@ def dequantize_reference(weight: TiledWeight, dtype: torch.dtype = torch.bfloat1
     """[N, K] = value * (block scale * tensor scale) in fp32, rounded to `dtype`."""
     (n, k), (rows, cols) = weight.shape, weight.padded
     tiles, blocks = rows // ROWS, cols // 64
-    unit = unpack_word(weight.words).view(tiles, blocks, 2, 8, 4, 2, 16)  # .., b, r, c, h, 16
-    unit = unit.permute(0, 2, 5, 3, 1, 4, 6).reshape(rows, cols // BLOCK, BLOCK)
+    unit = to_rows(unpack_word(weight.words)).unflatten(1, (-1, BLOCK))  # [rows, cols/16, 16]
     scales = weight.scales.view(torch.uint8).view(tiles, blocks // 2, 2, 8, 4, 2, 2)
     scales = scales.permute(0, 2, 6, 3, 1, 5, 4).reshape(rows, cols // BLOCK)
     row_scale = weight.tensor_scale.repeat_interleave(ROWS)[:, None]  # [rows, 1]

@@ -15,23 +15,23 @@ multiplies; the decode product rounds the level and not the weight, by as much.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qerl.kernels.layout import COLS, ROWS, TiledWeight
+from qerl.kernels.layout import COLS, ROWS, TiledWeight, TileOrder, to_rows, to_tiles
+from qerl.kernels.tiles import Codes
 from qerl.quant.nf4 import BLOCK_SIZE, NF4, NF4_VALUES
 from qerl.quant.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class TiledNF4:
+class TiledNF4(TileOrder):
     """An NF4 matrix [N, K] in tile order; N % 32 == 0 and K % 128 == 0."""
 
-    codes: ClassVar[Literal["e2m1", "nf4"]] = "nf4"
-    """Key of its plans (`tiles`)."""
+    codes: ClassVar[Codes] = "nf4"
 
     names: ClassVar[tuple[str, ...]] = ("words", "absmax")
 
@@ -54,34 +54,9 @@ class TiledNF4:
                 f"tiled parts have shapes {have}: {self.shape} needs {want}; use tile()"
             )
 
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return sum(t.numel() * t.element_size() for t in self.parts())
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """The stored tensors: words, absmax."""
-        return self.words, self.absmax
-
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the matmul kernels read; the third, a tensor scale, is not used."""
         return self.words, self.absmax, self.absmax
-
-    def to(self, device: torch.device | str) -> "TiledNF4":
-        """The same weight on `device`."""
-        return TiledNF4(self.shape, self.words.to(device), self.absmax.to(device))
-
-    @staticmethod
-    def stack(weights: "list[TiledNF4]") -> "TiledNF4":
-        """One matrix from several along N (q, k, v; gate, up)."""
-        if len({weight.shape[1] for weight in weights}) != 1:
-            raise ValueError(f"K={[w.shape[1] for w in weights]}: stacked weights need one K")
-        words, absmax = (torch.cat(t) for t in zip(*(w.parts() for w in weights), strict=True))
-        return TiledNF4((sum(w.shape[0] for w in weights), weights[0].shape[1]), words, absmax)
 
 
 Tiled = TiledWeight | TiledNF4
@@ -108,11 +83,10 @@ def tile(packed: PackedWeight) -> TiledNF4:
     check_whole(packed.shape)
     tiles, blocks = packed.shape[0] // ROWS, packed.shape[1] // BLOCK_SIZE
     words = _swap(packed.tensors["codes"]).view(torch.int32)  # [N, K/8]
-    words = words.view(tiles, 2, 2, 8, blocks, 4, 2)  # tile, b, h, r, block, c, q
     absmax = packed.format.absmax(packed).view(tiles, 2, 2, 8, blocks // 2, 2)  # .., kk, k
     return TiledNF4(
         shape=packed.shape,
-        words=words.permute(0, 4, 1, 3, 5, 2, 6).reshape(tiles, blocks, 256).contiguous(),
+        words=to_tiles(words),
         absmax=absmax.permute(0, 4, 1, 3, 5, 2).reshape(tiles, blocks // 2, 64).contiguous(),
     )
 
@@ -121,8 +95,7 @@ def untile(weight: TiledNF4) -> tuple[Tensor, Tensor]:
     """Checkpoint's codes [N, K/2] and fp32 absmax [N, K/64]: the inverse of `tile`."""
     n, k = weight.shape
     tiles, blocks = n // ROWS, k // BLOCK_SIZE
-    words = weight.words.view(tiles, blocks, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
-    codes = _swap(words.reshape(n, k // 8).contiguous().view(torch.uint8))
+    codes = _swap(to_rows(weight.words).view(torch.uint8))
     absmax = weight.absmax.view(tiles, blocks // 2, 2, 8, 2, 2).permute(0, 2, 5, 3, 1, 4)
     return codes, absmax.reshape(n, blocks).contiguous()
 
@@ -179,25 +152,14 @@ def unpack_word(words: Int[Tensor, "*any"]) -> Float[Tensor, "*any 8"]:
     return torch.stack(pairs, -1).to(torch.int32).view(torch.bfloat16)
 
 
-def _rows(weight: TiledNF4) -> tuple[Tensor, Tensor]:
-    """Levels' codes [N, K] (long) and absmax of each weight's block [N, K/64]."""
-    codes, absmax = untile(weight)
-    pair = torch.stack((codes >> 4, codes & 15), -1).flatten(1).long()  # high nibble first
-    return pair, absmax
-
-
 def dequantize_reference(weight: TiledNF4, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[N, K] = level * absmax in fp32, rounded to `dtype`: the format's own values."""
-    codes, absmax = _rows(weight)
-    levels = torch.tensor(NF4_VALUES, device=codes.device)[codes]
-    return (levels.unflatten(1, (-1, BLOCK_SIZE)) * absmax[..., None]).flatten(1).to(dtype)
+    tensors = dict(zip(("codes", "absmax"), untile(weight), strict=True))
+    plain = NF4(double_quant=False)
+    return PackedWeight(format=plain, shape=weight.shape, tensors=tensors).dequantize(dtype)
 
 
 def multiplied(weight: TiledNF4) -> Float[Tensor, "N K"]:
     """[N, K] fp32 = bf16(level) * absmax: the weights that the decode product stands for."""
-    n, k = weight.shape
-    tiles, blocks = n // ROWS, k // BLOCK_SIZE
-    levels = unpack_word(weight.words).float()
-    levels = levels.view(tiles, blocks, 2, 8, 4, 2, 16)  # tile, block, b, r, c, h, column
-    levels = levels.permute(0, 2, 5, 3, 1, 4, 6).reshape(n, blocks, BLOCK_SIZE)
+    levels = to_rows(unpack_word(weight.words)).float().unflatten(1, (-1, BLOCK_SIZE))
     return (levels * untile(weight)[1][..., None]).flatten(1)

@@ -11,7 +11,6 @@ Pages: keys and values of a layer are [Hk, slots, Dh]; a slot is page * page siz
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
@@ -20,6 +19,7 @@ from triton.language.extra import cuda as tlc
 
 from qerl.kernels.launch import carve_shared, pdl_options, runs_kernels
 from qerl.kernels.parts import Parts, load_parts
+from qerl.kernels.rotate import rotate_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +61,11 @@ def rope_reference(
     y = parts.total()
     if heads.bias is not None:
         y = y + heads.bias.float()
-    dtype = parts.dense.dtype
-    y = y.to(dtype).unflatten(1, (-1, heads.head_dim))  # [M, H + 2 Hk, Dh]
+    y = y.to(parts.dense.dtype).unflatten(1, (-1, heads.head_dim))  # [M, H + 2 Hk, Dh]
     q, k, v = y.split((heads.heads, heads.kv_heads, heads.kv_heads), dim=1)
     cos, sin = heads.cos[positions][:, None], heads.sin[positions][:, None]  # [M, 1, Dh/2]
-    turned = []
-    for x, norm in ((q, heads.q_norm), (k, heads.k_norm)):
-        wide = x.float()
-        if norm is not None:
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + heads.eps) * norm
-            wide = wide.to(dtype).float()
-        left, right = wide.chunk(2, dim=-1)
-        pair = (left * cos - right * sin, right * cos + left * sin)
-        turned.append(torch.cat(pair, dim=-1).to(dtype))
-    return turned[0], turned[1], v
+    q = rotate_reference(q, cos, sin, heads.q_norm, heads.eps)
+    return q, rotate_reference(k, cos, sin, heads.k_norm, heads.eps), v
 
 
 @triton.jit(do_not_specialize=["M", "SPLIT"])

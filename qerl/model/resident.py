@@ -140,28 +140,23 @@ def _returns(packed: PackedWeight) -> bool:
 
 def _tiled(weights: Sequence[PackedWeight]) -> list[Packed]:
     """Views of one stacked tiled weight: weights of one format, of whole tiles."""
+    whole: Tiled
     if weights[0].format.name == "nf4":
-        return _tiled_nf4(weights)
-    stacked = TiledWeight.stack([from_packed(weight) for weight in weights])
+        whole = TiledNF4.stack([layout_nf4.tile(weight) for weight in weights])
+    else:
+        whole = TiledWeight.stack([from_packed(weight) for weight in weights])
     counts = [weight.shape[0] // ROWS for weight in weights]
-    parts = zip(*(tensor.split(counts) for tensor in stacked.parts()), strict=True)
+    parts = zip(*(tensor.split(counts) for tensor in whole.parts()), strict=True)
     return [
-        TiledPacked(format=weight.format, tiled=TiledWeight(weight.shape, *part))
-        for weight, part in zip(weights, parts, strict=True)
+        TiledPacked(format=w.format, tiled=whole.of(w.shape, part), kept=_kept(w))
+        for w, part in zip(weights, parts, strict=True)
     ]
 
 
-def _tiled_nf4(weights: Sequence[PackedWeight]) -> list[Packed]:
-    stacked = TiledNF4.stack([layout_nf4.tile(weight) for weight in weights])
-    counts = [weight.shape[0] // ROWS for weight in weights]
-    words, absmax = (tensor.split(counts) for tensor in stacked.parts())
-    found: list[Packed] = []
-    for weight, its_words, its_absmax in zip(weights, words, absmax, strict=True):
-        double = "nested_absmax" in weight.tensors
-        kept = {name: t for name, t in weight.tensors.items() if double and name != "codes"}
-        part = TiledNF4(weight.shape, its_words, its_absmax)
-        found.append(TiledPacked(format=weight.format, tiled=part, kept=kept))
-    return found
+def _kept(packed: PackedWeight) -> dict[str, Tensor]:
+    """Its tensors that tiles do not give back."""
+    double = "nested_absmax" in packed.tensors
+    return {name: t for name, t in packed.tensors.items() if double and name != "codes"}
 
 
 def stacked(weights: Sequence[Packed]) -> Tiled | Float[Tensor, "N K"] | None:
@@ -175,7 +170,7 @@ def stacked(weights: Sequence[Packed]) -> Tiled | Float[Tensor, "N K"] | None:
         if len(whole) < len(parts):
             return None
         shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
-        return type(found[0])(shape, *whole)
+        return found[0].of(shape, whole)
     if all(isinstance(w, PackedWeight) and w.format.name == "bf16" for w in weights):
         return _joined([w.tensors["weight"] for w in weights])
     return None

@@ -12,7 +12,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qerl.kernels.advance import Rows, advance
-from qerl.kernels.layout_nf4 import TiledNF4
 from qerl.kernels.lora import Adapter, add_adapter, expand, shrink
 from qerl.kernels.norm import add_rms_norm
 from qerl.kernels.paged_attention import Cut, Tables, paged_attention
@@ -107,8 +106,7 @@ class DeviceStep:
         self._inputs = {name: buffer(BUCKETS[-1], k) for name, (_, k) in shapes.items()}
         self._outputs = {name: buffer(rows, n) for name, (n, _) in shapes.items()}
         weights = [stack.weight for stack in stacks[0].values()]
-        nf4 = any(isinstance(weight, TiledNF4) for weight in weights)
-        codes: Codes = "nf4" if nf4 else "e2m1"
+        codes: Codes = next((w.codes for w in weights if not isinstance(w, Tensor)), "e2m1")
         self._space = Workspace.allocate(list(shapes.values()), rows, device, codes)
         self._make_adapters(rows)
 
